@@ -41,7 +41,8 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
       heads, kv_heads, head_dim: H, G and C. page: tokens a page.
       context: longest prefix in tokens; the table has room for it.
       mask: "causal" (none is given), "chain" (the same by bits) or "tree" (random parents).
-      lengths: "full": every request has `context` tokens; "ragged": 0, 1, page edges and random ones.
+      lengths: "full": every request has `context` tokens; "ragged": 0, 1, page edges and random ones; "long": the
+        first one has them, and the others a sixteenth.
       sinks: whether heads have them.
       values: channels of values that are their keys' first ones; None: values of their own, as wide.
       pool: pages of the pool; None: just enough.
@@ -55,7 +56,7 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
     page: int = 64
     context: int = 8192
     mask: Literal["causal", "chain", "tree"] = "tree"
-    lengths: Literal["full", "ragged"] = "full"
+    lengths: Literal["full", "ragged", "long"] = "full"
     dtype: str = "bfloat16"
     prior: int = 0
     window: int | None = None
@@ -99,8 +100,9 @@ class Case(registry.Case[TreeAttentionArgs, jax.Array]):
 
     def draw_lengths(self, rng: np.random.Generator) -> np.ndarray:
         """Prefix lengths, [B] int32."""
-        if self.lengths == "full":
-            return np.full((self.batch,), self.context, np.int32)
+        if self.lengths != "ragged":
+            others = self.context // (16 if self.lengths == "long" else 1)
+            return np.asarray([self.context] + [others] * (self.batch - 1), np.int32)
         edges = [0, self.context, 1, self.page, self.page - 1, self.page + 1]
         random = rng.integers(0, self.context + 1, self.batch)
         return np.asarray([*edges, *random][: self.batch], np.int32).clip(0, self.context)

@@ -33,13 +33,13 @@ from pallas_kernels.tree_attention.mosaic_few import LOG2E, READ, ROW, Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, arrive, div, params, rem
 from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.
 MOST_ROWS = ROWS
-#: Requests times KV heads that are computed at once; beyond, Triton's kernel needs less time.
-MOST_UNITS = 2 * 132
+#: Requests times KV heads up to which wide trees are the other kernel's.
+MOST_UNITS = 132
 #: Entries of a tree up to which a word's bits are put together one by one.
 _SIDE_BY_SIDE = 16
 _F32, _I32 = jnp.float32, jnp.int32
@@ -77,9 +77,9 @@ def slower(args: TreeAttentionArgs) -> str | None:
         return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
     if (why := mosaic_heads.slower(args.q_BNHC.shape[3])) is not None:
         return why
-    if args.tree_mask_BNT is not None and rows >= ROWS // 2 and units <= MOST_UNITS // 2:
+    if args.tree_mask_BNT is not None and rows >= ROWS // 2 and units <= MOST_UNITS:
         return f"trees of {ROWS // 2} rows or more are the other kernel's, got {rows}"
-    return None if units <= MOST_UNITS else f"it is for at most {MOST_UNITS} requests times KV heads, got {units}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,8 @@ class _Turns:
 
     Attributes:
       unit: a turn's KV head, tile and item, and what that is: its request, first block, end of the blocks (one at
-        least), the prefix's length. Read before it is known whether there is such a turn. mine: how many there are.
+        least), the prefix's length, how many other items the request has. Read before it is known whether there is
+        such a turn. mine: how many there are.
     """
 
     unit: Callable[[Any], tuple[Any, ...]]
@@ -96,7 +97,7 @@ class _Turns:
 
     def source(self, turn: Any) -> tuple[Any, ...]:
         """Of a turn the KV head, request, first block, end of the blocks and the prefix's length."""
-        head, _, _, *rest = self.unit(turn)
+        head, _, _, *rest, _ = self.unit(turn)
         return head, *rest
 
 
@@ -128,20 +129,21 @@ class _Kernel(Few):
         own, many = team * self.programs + lax.axis_index("program"), self.teams * self.programs
         per_item, most = self.kv_heads * self.tiles, ins["items"].shape[1]
 
+        whole = ins["count"][1] != 0 if self.mixed else self.direct
+
         def place(turn: Any) -> Any:
-            """Whole requests come to and fro, the longest to those who began with the shortest."""
-            return jnp.where(rem(turn, 2) == 1, many - 1 - own, own) if self.direct else own
+            """To and fro, where the longest come first."""
+            return jnp.where(rem(turn, 2) == 1, many - 1 - own, own) if self.direct or self.mixed else own
 
         def unit(turn: Any) -> tuple[Any, ...]:
             at = turn * many + place(turn)
             item = jnp.minimum(div(at, per_item), most - 1)
-            what = (ins["items"][i, item] for i in range(4))
+            what = (ins["items"][i, item] for i in range(5))
             if self.straight:  # what is known without a look at the items can be read before them
                 _, _, *rest = what
                 what = item, jnp.int32(0), *rest
             return rem(div(at, self.tiles), self.kv_heads), rem(at, self.tiles), item, *what
 
-        begin = unit(jnp.int32(0))
         units = jnp.int32(most * per_item) if self.straight else ins["count"][0] * per_item
         all_turns = div(units, many)
         mine = all_turns + jnp.where(place(all_turns) < rem(units, many), 1, 0)
@@ -154,12 +156,24 @@ class _Kernel(Few):
         if self.settled:
             overlap.wait(self.interpret)
 
-        def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            step, *now = carry
-            later = unit(turn + 1)  # read long before it is used
-            return self.compute(own, team, step, tuple(now), ask, ins, outs, shared), *later
+        def walk(direct: bool) -> None:
+            def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                step, before, *now = carry
+                later, now = unit(turn + 1), tuple(now)  # read long before it is used
+                settle = functools.partial(self.settle, before, outs, ins)
+                step = self.compute(own, team, step, now, ask, ins, outs, shared, direct=direct, settle=settle)
+                head, _, _, b, *_, others = now
+                return step, (before if direct else (b, head, others)), *later
 
-        lax.fori_loop(0, mine, one, ((jnp.int32(0), ahead), *begin))
+            begin = (jnp.int32(0), ahead), (jnp.int32(0), jnp.int32(0), jnp.int32(-1)), *unit(jnp.int32(0))
+            _, before, *_ = lax.fori_loop(0, mine, one, begin)
+            if not direct:
+                self.settle(before, outs, ins)
+
+        if self.mixed:
+            lax.cond(whole, lambda: walk(True), lambda: walk(False))
+        else:
+            walk(self.direct)
 
     def first(self, turns: _Turns, ins: dict[str, Any]) -> _Ahead:
         """Before anything was asked for."""
@@ -199,9 +213,15 @@ class _Kernel(Few):
 
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ask: Callable[[Any, Any], Any],
-        ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any],
+        ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any], *, direct: bool,
+        settle: Callable[[], None],
     ) -> Any:  # fmt: skip
-        """Attention of a turn's rows to what its item holds; where the ring is then."""
+        """Attention of a turn's rows to what its item holds; where the ring is then.
+
+        Args:
+          direct: whether that is a whole request. settle: what the turn before has left to do.
+        """
+        unit = unit[:-1]
         head, tile, item, b, first, end, _ = unit
         q, (sums_of_items, sums_of_groups, out) = shared["q"].at[team], (outs[:3], outs[3:6], outs[6:])
         base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
@@ -215,17 +235,18 @@ class _Kernel(Few):
         group = functools.partial(self.grouped, block, first, end)
 
         def close(sums: tuple[Any, ...]) -> None:
-            if self.direct:
+            if direct:
                 self.finish(sums, out[0], base, (b, head), ins.get("sinks"))
             else:
+                settle()
                 self.spill(sums_of_items, sums, place, tile)
 
-        if self.spread and self.direct and self.causal:
+        if self.spread and direct and self.causal:
             low, high = div(begin, few), div(stop + few - 1, few)
             step, *sums = lax.fori_loop(low, high, functools.partial(self.behind, group, low), (step, *self.nothing))
             close(tuple(sums))
             return step
-        if self.spread and not self.direct:  # an item is a group at most
+        if self.spread and not direct:  # an item is a group at most
             step, *sums = group(div(begin, few), step)
             close(tuple(sums))
             return step
@@ -252,6 +273,45 @@ class _Kernel(Few):
 
         return lax.fori_loop(begin, stop, one, step)
 
+    def settle(self, at: tuple[Any, Any, Any], outs: tuple[Any, ...], ins: dict[str, Any]) -> None:
+        """Says that a piece's sums are in memory; whoever says it last for a request's KV head makes the result.
+
+        It is said a turn later, when they have long been written.
+
+        Args:
+          at: of the piece the request, the KV head, and how many others that has; less than 0 for no piece.
+        """
+        if not self.mixed or self.interpret:  # which has no such words: a second kernel follows
+            return
+        b, head, others = at
+
+        @pl.when(others >= 0)
+        def _() -> None:
+            last = arrive(ins["arrived"], b * self.kv_heads + head, others)
+            pl.when(last != 0)(lambda: self.gather_pieces(b, head, outs, ins))
+
+    def gather_pieces(self, b: Any, head: Any, outs: tuple[Any, ...], ins: dict[str, Any]) -> None:
+        """A result from pieces that are all there, added up in the order of `merge`."""
+        first, end, long, last, per = (ins["ends"][i, b] for i in range(5))
+        in_group, tile = lax.div(jnp.int32(GROUP), per), jnp.int32(0)
+
+        def piece(i: Any) -> tuple[Any, ...]:
+            item = jnp.where(i >= end - 1, last, long + i - first)
+            return self.fetch(outs[:3], item * self.kv_heads + head, tile)
+
+        def one(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Few blocks to a group, and groups one after the other. Two more pieces are on their way meanwhile."""
+            sums, group, now, then = (carry[3 * k : 3 * k + 3] for k in range(4))
+            later, group = piece(i + 2), self.add(group, now)
+            closes = (lax.rem(i, in_group) == in_group - 1) | (i == end - 1)
+            close = lambda sums, group: (*self.add(sums, group), *self.nothing)
+            found = lax.cond(closes & (i >= first), close, lambda sums, group: (*sums, *group), sums, group)
+            return *found, *then, *later
+
+        sums = lax.fori_loop(first - 2, end, one, self.nothing * 4)[:3]
+        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+        self.finish(sums, outs[6], base, (b, head), ins.get("sinks"))
+
     def finish(self, sums: tuple[Any, ...], out: Any, base: Any, at: tuple[Any, Any], sinks: Any) -> None:
         """A request's result, as `merge` makes it."""
         acc, top, total = sums
@@ -273,7 +333,7 @@ def _attend(kernel: _Kernel, most: int, ins: dict[str, jax.Array], *, interpret:
         jax.ShapeDtypeStruct((count, kernel.height, *more), _F32) for more in ((kernel.head_dim,), (), ())
     ]
     outs = [*sums(most * kernel.kv_heads * kernel.tiles), *sums(kernel.teams * kernel.programs)]
-    if kernel.direct:
+    if kernel.direct or kernel.mixed:
         outs.append(jax.ShapeDtypeStruct(ins["q"].shape, ins["q"].dtype))
 
     def tree_attention(*refs: Any) -> None:
@@ -301,8 +361,9 @@ def tree_attention(
 
     Args:
       programs, teams: see _Kernel; programs are by default one for each multiprocessor of the device at hand.
-      whole: whether a request is one item. members: of a cluster that has a KV head of a request to itself
-        (`mosaic_near`), 0 for the other form. Both by the shapes where None. Results depend on neither.
+      whole: whether a request is one item; by the shapes, or the lengths, where None. members: of a cluster that has
+        a KV head of a request to itself (`mosaic_near`), 0 for the other form; by the shapes where None. Results depend
+        on neither.
       interpret: parameters of Pallas' interpreter for GPUs.
     """
     channels = args.q_BNHC.shape[3]
@@ -335,21 +396,34 @@ def tree_attention(
     sizes = Sizes.of(Launch(*shape), capacity, whole)
     direct = sizes.whole and Launch(*shape).tiles == 1
     key = t, sizes, args.window, causal
-    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, settled=key in shared.plans)
+    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, mixed=sizes.mixed, settled=key in shared.plans)
     if key not in shared.plans:
-        shared.plans[key] = plan(args.length_B, t, sizes, args.window, causal)
-    items, count, ends = shared.plans[key]
+        shared.plans[key] = *plan(args.length_B, t, sizes, args.window, causal), _arrived(args.length_B, kernel)
+    items, count, ends, arrived = shared.plans[key]
     ins |= {"items": items, "count": count}
-    if kernel.direct:
-        if sinks is not None:
-            ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
-        return mosaic_heads.narrowed(_attend(kernel, sizes.items(b), ins, interpret=interpret)[-1], channels)
-    acc, top, total = _attend(kernel, sizes.items(b), ins, interpret=interpret)[:3]
+    if kernel.mixed:
+        ins |= {"ends": ends, "arrived": arrived}
+    if sinks is not None and (direct or kernel.mixed):
+        ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
+    acc, top, total, _, _, _, *results = _attend(kernel, sizes.items(b), ins, interpret=interpret)
+    if direct or (kernel.mixed and not kernel.interpret):
+        return mosaic_heads.narrowed(results[0], channels)
     ins = {"ends": ends, "acc": acc, "top": top, "total": total}
     if sinks is not None:
         ins["sinks"] = sinks
-    out = merge(kernel, q.dtype, sinks is not None, ins, interpret=interpret)
-    return mosaic_heads.narrowed(out.reshape(q.shape), channels)
+    out = merge(kernel, q.dtype, sinks is not None, ins, interpret=interpret).reshape(q.shape)
+    if kernel.mixed:
+        out = jnp.where(count[1] != 0, results[0], out)
+    return mosaic_heads.narrowed(out, channels)
+
+
+def _arrived(length_B: jax.Array, kernel: Launch) -> jax.Array:
+    """Zeros, a word for each request's KV head. A kernel counts there, and leaves zeros.
+
+    They are made of lengths, for XLA may put what it knows to be zeros where others read them.
+    """
+    zeros_B = jnp.minimum(length_B.astype(_I32), 0)
+    return jnp.repeat(zeros_B, kernel.kv_heads)
 
 
 def _words(mask_BNT: jax.Array, kernel: Launch) -> jax.Array:

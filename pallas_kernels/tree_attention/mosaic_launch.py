@@ -35,7 +35,8 @@ class Launch:
       channels: of a head in pages (mosaic_heads).
       causal: without a mask. factor: of scores. programs: at once. teams: warpgroups of a program.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
-      straight: see mosaic_plan.Sizes. settled: whether what is not this layer's may be read early (reference.Shared).
+      straight, mixed: see mosaic_plan.Sizes. settled: whether what is not this layer's may be read early
+        (reference.Shared).
     """
 
     batch: int
@@ -54,6 +55,7 @@ class Launch:
     interpret: bool
     direct: bool = False
     straight: bool = False
+    mixed: bool = False
     settled: bool = False
 
     @property

@@ -275,6 +275,47 @@ def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, 
     plgpu.inline_mgpu(arg_types=types)(run)(ref, value, jnp.asarray(base, jnp.int32))
 
 
+#: A warpgroup's arrival at the word $1 by the thread whose $3 is not zero: whether $2 came before it. What they had
+#: written until then is there to be read, and the last leaves a zero. $4 is a barrier of the warpgroup's own.
+_ARRIVE = """{
+    .reg .pred own, last;
+    .reg .u32 before;
+    setp.ne.u32 own, $3, 0;
+    mov.u32 before, 0;
+    @own fence.acq_rel.gpu;
+    @own atom.relaxed.gpu.global.add.u32 before, [$1], 1;
+    setp.eq.and.u32 last, before, $2, own;
+    @last st.relaxed.gpu.global.u32 [$1], 0;
+    @own fence.acq_rel.gpu;
+    bar.red.or.pred last, $4, 128, last;
+    selp.u32 $0, 1, 0, last;
+}"""
+#: The first of barriers that Pallas does not use.
+_BARRIERS = 8
+
+
+def arrive(ref: Any, unit: Any, others: Any) -> Any:
+    """Whether so many other warpgroups came before to a unit's word in `ref`, int32 [units]: 1 or 0.
+
+    It is zero before anyone and after all have come. The warpgroup must have met since it wrote what it arrives with.
+    """
+    wanted = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+
+    def run(_: Any, ref: Any, unit: Any, others: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        c = lambda value: arith.constant(i32, value)
+        thread, where = utils.thread_idx(), utils.getelementptr(utils.memref_ptr(ref), [unit.registers.item()], i32)
+        # Not who asks for copies: a fence waits for all that its thread has asked for.
+        own = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, c(_THREADS)), c(_THREADS - 32))
+        barrier = arith.addi(arith.divui(thread, c(_THREADS)), c(_BARRIERS))
+        args = [where, others.registers.item(), arith.extui(i32, own), barrier]
+        last: Any = llvm.inline_asm(i32, args, _ARRIVE, "=r,l,r,r,r,~{memory}", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(last, (), is_signed=True)
+
+    types, scalars = (plgpu.RefType(), _SCALAR, _SCALAR), (jnp.asarray(x, jnp.int32) for x in (unit, others))
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(ref, *scalars)
+
+
 def fetch(
     refs: tuple[Any, ...], channels: int, base: Any, count: Any, *, spread: bool = False,
     columns: tuple[Any, int] | None = None,

@@ -7,6 +7,7 @@ runs it: many more shapes than can be computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -101,7 +102,36 @@ class Noted:
         return (step + 1, ask(step, ahead)), *sums
 
 
-Walked: Any = type("Walked", (Noted, gpu_mosaic._Kernel), {})
+def arrive(words: list[int], unit: int, others: int) -> int:
+    """mosaic_rows.arrive, of one warpgroup after the other."""
+    last = words[unit] == others
+    words[unit] = 0 if last else words[unit] + 1
+    return int(last)
+
+
+def note_result(self: Any, b: int, head: int, outs: Any, ins: Any) -> None:
+    self.results.append((int(b), head))
+
+
+Walked: Any = type("Walked", (Noted, gpu_mosaic._Kernel), {"gather_pieces": note_result, "results": []})
+
+
+class Gathered(gpu_mosaic._Kernel):
+    """A kernel that says which places it adds up, and in which order."""
+
+    nothing: Any = ("",) * 3
+
+    def fetch(self, refs: Any, at: Any, tile: Any) -> Any:
+        return (str(at),) * 3
+
+    def add(self, sums: Any, more: Any) -> Any:
+        return (added(sums[0], more[0]),) * 3
+
+
+def added(one: str, other: str) -> str:
+    return f"({one} + {other})" if one and other else one or other
+
+
 WalkedNear: Any = type("WalkedNear", (Noted, mosaic_near.Near), {})
 
 
@@ -123,8 +153,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         return run
 
     lax = SimpleNamespace(
-        cond=lambda which, yes, no, *args: (yes if which else no)(*args), fori_loop=loop, axis_index=axes.__getitem__
-    )
+        cond=lambda which, yes, no, *args: (yes if which else no)(*args), fori_loop=loop, axis_index=axes.__getitem__,
+        div=lambda a, b: int(a) // int(b), rem=lambda a, b: int(a) % int(b),
+    )  # fmt: skip
     numbers = SimpleNamespace(
         int32=int, where=lambda which, a, b: np.int64(a if which else b), minimum=min, maximum=max, float32=np.float32,
         clip=lambda x, low, high: min(max(x, low), high), logical_not=lambda x: not x,
@@ -132,7 +163,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     pl = SimpleNamespace(when=lambda which: lambda run: run() if which else None)
     fakes = dict(
         lax=lax, jnp=numbers, pl=pl, plgpu=Nothing(), div=of_none_negative(lambda a, b: a // b),
-        rem=of_none_negative(lambda a, b: a % b),
+        rem=of_none_negative(lambda a, b: a % b), arrive=arrive, overlap=Nothing(),
     )  # fmt: skip
     for module in MODULES:
         for name, fake in fakes.items():
@@ -187,12 +218,17 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
     monkeypatch.setattr(mosaic_plan, "_SINGLE", single)
     monkeypatch.setattr(mosaic_plan, "_QUARTER", quarter)
     sizes = mosaic_plan.Sizes.of(launch, table.size // launch.batch * launch.page, draw.choice([None, True, False]))
+    if launch.spread and draw.random() < 0.5:
+        sizes = dataclasses.replace(sizes, whole=False, straight=False, mixed=True, room=draw.choice([0, 12, 40]))
+        monkeypatch.setattr(mosaic_plan, "_PIECE", draw.choice([-100, 1.5, 100]))
     planned = plan(np.asarray(lengths, np.int32), launch.entries, sizes, launch.window, launch.causal)
     items, count, _ = (np.asarray(x).astype(np.int64) for x in planned)
     fields = {field.name: getattr(launch, field.name) for field in dataclasses.fields(launch)}
-    kernel = Walked(**fields | dict(direct=sizes.whole and launch.tiles == 1, straight=sizes.straight))
+    direct = sizes.whole and launch.tiles == 1
+    kernel = Walked(**fields | dict(direct=direct, straight=sizes.straight, mixed=sizes.mixed, interpret=False))
     ins: dict[str, Any] = {"items": items, "count": count, "table": table, "q": None, "k": None, "v": None}
-    ins["first"] = [draw.choice([0, 1000])]
+    ins |= {"first": [draw.choice([0, 1000])], "arrived": [0] * (launch.batch * launch.kv_heads)}
+    kernel.results.clear()
     computed = []
     for place["program"] in range(launch.programs):
         for place["team"] in range(launch.teams):
@@ -201,6 +237,26 @@ def test_warpgroups_that_walk_along_items_ask_for_what_they_compute(
             assert not log.asked
             computed += log.computed
     assert len(computed) == len(set(computed)) and set(computed) == seen(launch, lengths)
+    assert not any(ins["arrived"])
+    if sizes.mixed and not count[1]:  # the last piece's warpgroup makes a result
+        units = [(b, head) for b in range(launch.batch) for head in range(launch.kv_heads)]
+        assert sorted(kernel.results) == units
+
+
+@pytest.mark.parametrize("per", [mosaic_plan.FEW, mosaic_plan.GROUP])
+@pytest.mark.parametrize("low", [0, 1, 3, 6])
+def test_pieces_are_added_up_in_the_order_of_groups(per: int, low: int, place: dict[str, int]):
+    """Of a request whose items lie somewhere, its last one elsewhere; and what is read beyond the end is not added."""
+    end, found = low + 7, []
+    kernel = Gathered(1, 1, 1, 2, 2, 64, 64, 64, True, None, 0.1, 1, 1, False, mixed=True)
+    kernel.finish = lambda sums, *_: found.append(sums[0])
+    ins = {"ends": np.asarray([[low], [end], [20], [3], [per]])}
+    kernel.gather_pieces(0, 1, (None,) * 7, ins)
+    groups: dict[int, str] = {}
+    for i in range(low, end):
+        group, item = i * per // mosaic_plan.GROUP, 2 * (3 if i == end - 1 else 20 + i - low) + 1
+        groups[group] = added(groups.get(group, ""), str(item))
+    assert found == [functools.reduce(added, groups.values())]
 
 
 @pytest.mark.parametrize("causal", [True, False])

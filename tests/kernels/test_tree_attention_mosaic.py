@@ -263,22 +263,104 @@ def test_the_plan_covers_every_block_once(
     sizes = mosaic_plan.Sizes(units=1, threads=1, blocks=blocks, whole=per is None)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, news, sizes, window, causal))
     items, count, ends = map(np.asarray, plan(jnp.asarray(lengths)))
-    b, begin, stop, length = items[:, : count[0]]
-    first, end, long, last, of_item = ends
-    assert count[0] <= items.shape[1] == sizes.items(len(lengths))
-    np.testing.assert_array_equal(of_item, per or blocks)
+    covers(items, count, ends, lengths, news, window, causal)
+    assert items.shape[1] == sizes.items(len(lengths)) and count[1] == (per is None)
+    np.testing.assert_array_equal(ends[4], per or blocks)
+    sizes_of_lasts = (items[2] - items[1])[: len(lengths)]
+    assert sorted(items[0, : len(lengths)]) == list(range(len(lengths)))  # the last ones come before the long ones
+    assert (np.diff(sizes_of_lasts) * (1 if per else -1) >= 0).all()  # the shortest first, or whole ones the longest
+
+
+def covers(
+    items: np.ndarray, count: np.ndarray, ends: np.ndarray, lengths: np.ndarray, news: int, window: int | None,
+    causal: bool,
+) -> None:  # fmt: skip
+    """Asserts that a plan's items are each request's blocks, once, and that the arrays agree about them."""
+    assert count[0] <= items.shape[1]
+    b, begin, stop, length, others = items[:, : count[0]]
+    first, end, long, last, per = ends
     np.testing.assert_array_equal(length, lengths[b])
-    assert (stop > begin).all() and (stop - begin <= of_item[0]).all()
-    lasts = slice(len(lengths))  # the last item of each request comes before the long ones, the shortest first
-    assert sorted(b[lasts]) == list(range(len(lengths))) and (np.diff((stop - begin)[lasts]) >= 0).all()
+    np.testing.assert_array_equal(others, (end - first - 1)[b])
+    assert (stop > begin).all() and (stop - begin <= per[b]).all()
     for i, length in enumerate(lengths):
         own = np.asarray([*range(long[i], long[i] + end[i] - first[i] - 1), last[i]])
         assert (b[own] == i).all()
-        np.testing.assert_array_equal(begin[own] // of_item[0], np.arange(first[i], end[i]))
+        np.testing.assert_array_equal(begin[own] // per[i], np.arange(first[i], end[i]))
         low = 0 if window is None else max(0, length - window + 1) // 64
         place = length if causal else -(-length // 64) * 64
         covered = np.concatenate([np.arange(begin[x], stop[x]) for x in own])
         np.testing.assert_array_equal(covered, np.arange(low, -(-(place + news) // 64)))
+
+
+def busiest(items: np.ndarray, count: np.ndarray, units: int, threads: int) -> int:
+    """Blocks of the warpgroup that has the most to do, turns going to and fro."""
+    blocks = np.repeat((items[2] - items[1])[: count[0]], units)
+    turns = np.pad(blocks, (0, -len(blocks) % threads)).reshape(-1, threads)
+    turns[1::2] = turns[1::2, ::-1]
+    return int(turns.sum(axis=0).max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "whole"),
+    [
+        ("alike", [1000] * 32, True),
+        ("half of a bucket", [1000] * 17 + [0] * 15, True),
+        ("up to 2,000", list(range(40, 2088, 64)), True),
+        ("one of 8k", [500] * 20 + [8192] + [500] * 11, False),
+        ("one of 32k", [32_000] + [500] * 63, False),
+        ("some long ones", [9000, 7000, 4000, 4000] + [900] * 124, False),
+        ("two turns", [2000] * 64, True),
+        ("a third turn for few", [8000] * 67, False),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize(("news", "window", "causal"), [(4, None, True), (8, None, False), (1, 600, True)])
+def test_requests_much_longer_than_others_are_cut(
+    kind: str, lengths: list[int], whole: bool, news: int, window: int | None, causal: bool
+):
+    """As long as it takes to wait for them; a warpgroup then has little more to do than the others."""
+    shape = len(lengths), news, news, 32, 8, 128, 128, 64, causal, window, 0.1, 132, 2, True
+    sizes = mosaic_plan.Sizes.of(Few(*shape), 65_536)
+    assert sizes.mixed or len(lengths) == 67
+    sizes = dataclasses.replace(sizes, whole=False, straight=False, mixed=True, room=2000)
+    plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, news, sizes, window, causal))
+    items, count, ends = map(np.asarray, plan(jnp.asarray(lengths, jnp.int32)))
+    covers(items, count, ends, np.asarray(lengths), news, window, causal)
+    assert (np.diff((items[2] - items[1])[: count[0]]) <= 0).all()  # the longest first
+    if window is None:
+        assert bool(count[1]) == whole
+        mean = int((items[2] - items[1])[: count[0]].sum()) * 8 / 264
+        assert whole or busiest(items, count, 8, 264) <= mean + mosaic_plan.GROUP + 1
+
+
+def test_requests_are_whole_where_there_is_no_room_for_pieces():
+    lengths = np.asarray([32_000] + [500] * 31)
+    sizes = mosaic_plan.Sizes(8, 264, 1025, False, mixed=True, room=40)
+    plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, 1, sizes, None, True))
+    items, count, ends = map(np.asarray, plan(jnp.asarray(lengths)))
+    assert items.shape == (5, 40) and tuple(count) == (32, 1)
+    covers(items, count, ends, lengths, 1, None, True)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("piece", [-100, 100])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whole_and_cut_requests_of_one_launch(
+    case: Case, piece: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Bits are compared on a GPU; in the interpreter the results, and that there are no races."""
+    if case.nodes == 40 or (not compiled and case.batch > 3 and piece > 0):
+        pytest.skip("more than one tile of rows, or of whole requests more than is needed")
+    args, of = case.draw(0, poison=True), mosaic_plan.Sizes.of
+    mixed = lambda *args: dataclasses.replace(of(*args), whole=False, straight=False, mixed=True)
+    want = kernel(whole=True)(args)
+    monkeypatch.setattr(mosaic_plan.Sizes, "of", mixed)
+    monkeypatch.setattr(mosaic_plan, "_PIECE", piece)
+    out = kernel()(args)
+    if compiled:
+        np.testing.assert_array_equal(out.astype(jnp.float32), want.astype(jnp.float32))
+    assert error(out, case.defined(args)) < 4e-3
+    assert "RACE" not in capfd.readouterr().out
 
 
 def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
@@ -331,7 +413,8 @@ MANY = "of few rows it is for at most 132 requests times KV heads of 128 channel
         ({}, {"blocks": None}, None, "Triton: its sizes are given"),
         ({}, {}, "they need JAX 0.11 or newer", "Triton: they need JAX 0.11 or newer"),
         (dict(batch=132), {}, None, "Mosaic GPU, few rows"),
-        (dict(batch=133), {}, None, f"many rows: {MANY} 266"),
+        (dict(batch=133), {}, None, "Mosaic GPU, few rows"),
+        (dict(batch=67, soft_cap=30.0), {}, None, f"many rows: {MANY} 134"),
         (dict(nodes=16, mask="tree"), {}, None, "Mosaic GPU, many rows"),
         (dict(nodes=15, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(nodes=16, batch=67, mask="tree"), {}, None, "Mosaic GPU, few rows"),

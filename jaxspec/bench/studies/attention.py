@@ -91,14 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", type=cli.dtype, choices=DTYPES, default="bfloat16", help="of queries, keys and values")
     add("--page", type=int, default=64, help="tokens of a page")
     add("--soft-cap", type=float, help="scores are kept within plus and minus this (default: they are not)")
-    add("--ragged", action="store_true", help="of every length up to the context")
+    kinds = "every one's, of every length up to it, or the first one's beside others of a sixteenth"
+    add("--lengths", choices=("full", "ragged", "long"), default="full", help=f"whose the context is: {kinds}")
     add("--repeats", type=int, default=24, help="calls, of whose kernels medians are taken")
     add("--within", type=float, default=100, metavar="S", help="seconds after which nothing new is begun")
     args = report.parse(parser, argv, gpu=True)
     began = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     shape = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "values", "dtype", "page")}
-    shape["soft_cap"], shape["lengths"] = args.soft_cap, "ragged" if args.ragged else "full"
+    shape |= {"soft_cap": args.soft_cap, "lengths": args.lengths}
     cases = [_case(b, n, c, **shape) for c, b, n in itertools.product(args.context, args.batch, args.nodes)]
     ways = {**_WAYS, "reference": reference.tree_attention}
     rows, wrong = [], False
