@@ -74,8 +74,8 @@ class LLM:
       max_batch_size: requests decoded together.
       max_seq_len: longest prompt plus output, in tokens; None: the model's context, at most 2048.
       seed: base of the seeds of requests that bring none.
-      progress: a bar on standard error for what the first request needs to be compiled; more comes in the background
-        (EngineConfig.warmup).
+      progress: bars on standard error, for what the first request needs to be compiled (more comes in the background,
+        EngineConfig.warmup), and for the prompts of `generate` and `chat`.
       **engine: further fields of EngineConfig.
 
     Attributes:
@@ -99,7 +99,7 @@ class LLM:
     ):
         config = engine_config(engine, max_batch_size=max_batch_size, max_seq_len=max_seq_len, seed=seed)
         built = build_engine(model, drafter, speculation, config, progress=progress)
-        self.shared = SharedEngine(built)
+        self.shared, self._progress = SharedEngine(built), progress
         self._chats, self._told_of_chats = ChatModes(built.facts.chats, built.facts.tokenizer), False
         facts, tiers = built.facts, ", ".join(tier.name for tier in sorted(built.runner.reachable))
         self._description = (
@@ -165,7 +165,7 @@ class LLM:
         grammar: Grammars = None,
         priority: int | Sequence[int] = 0,
         tpot: float | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Completes one or many prompts.
 
@@ -178,7 +178,7 @@ class LLM:
           priority: of all prompts, or one each: lower runs first, -100 to 100.
           tpot: seconds a token after the first that they ask for, which under a budget serves those first that lag. It
             changes no token. None: as fast as may be.
-          use_tqdm: a progress bar over prompts, where there is more than one.
+          use_tqdm: a progress bar over prompts, where there is more than one; None: if this LLM shows its progress.
 
         Returns:
           One RequestOutput a prompt, in order.
@@ -190,7 +190,8 @@ class LLM:
         run = self._submit(prompts, sampling_params, grammar, priority, tpot, whole=True)
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
-            with tqdm(total=len(run.groups), desc="prompts", disable=not use_tqdm or len(run.groups) < 2) as bar:
+            shown = (self._progress if use_tqdm is None else use_tqdm) and len(run.groups) > 1
+            with tqdm(total=len(run.groups), desc="prompts", disable=not shown) as bar:
                 for position, event in run:
                     if isinstance(event, Finished):
                         outputs[position] = event.output
@@ -224,7 +225,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         grammar: Grammars = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,

@@ -63,6 +63,18 @@ def test_no_prompts(llm: LLM):
         llm.generate([], [GREEDY])
 
 
+@pytest.mark.parametrize(
+    ("progress", "asked", "shown"), [(True, None, True), (False, None, False), (False, True, True)]
+)
+def test_bars_are_shown_as_the_llm_shows_its_progress(
+    llm: LLM, progress: bool, asked: bool | None, shown: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(llm, "_progress", progress)
+    llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=1), use_tqdm=asked)
+    assert ("prompts" in capsys.readouterr().err) == shown
+
+
 def test_one_prompt_in_every_form(llm: LLM):
     forms: list[Any] = [
         "abc",
