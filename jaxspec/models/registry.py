@@ -7,6 +7,7 @@ Must not know any family's fields or names.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,10 @@ def read_config(hf_config: dict[str, Any]) -> ModelConfig:
     by_name = _by_architecture()
     known = [n for n in names if n in by_name] if isinstance(names, list) else []
     if not known:
-        raise ValueError(f"config.json: architectures {names!r} is not supported; supported are {supported()}")
+        given = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        alike = [near for name in given for near in difflib.get_close_matches(name, by_name, 1, 0.8)]
+        hint = f"; the name most like it is {alike[0]!r}" if alike else ""
+        raise ValueError(f"config.json: architectures {names!r} is not supported; supported are {supported()}{hint}")
     family = by_name[known[0]]
     around = _around(family, known[0])
     fields = hf_config if around is None else around.text_fields(hf_config)

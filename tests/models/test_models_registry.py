@@ -31,6 +31,7 @@ GOOD: dict[str, Any] = dict(
     ("change", "message"),
     [
         (dict(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3"),
+        (dict(architectures=["Qwen3ForCasualLM"]), "the name most like it is 'Qwen3ForCausalLM'$"),
         (dict(architectures=None), "architectures None is not supported"),
         (dict(architectures="LlamaForCausalLM"), "architectures 'LlamaForCausalLM' is not supported"),
         (dict(vocab_size=None), "vocab_size must be a positive integer, got None"),
