@@ -169,6 +169,10 @@ def test_vllms_names_of_prompt_lookup_are_told():
         ({"memory_fraction": 0}, r"memory_fraction must be a number in \(0, 1\], got 0"),
         ({"memory_fraction": 1.5}, r"memory_fraction must be a number in \(0, 1\], got 1.5"),
         ({"skip_tokenizer_init": 1}, r"skip_tokenizer_init must be True or False, got 1"),
+        (
+            {"structured_output": True, "skip_tokenizer_init": True},
+            "structured_output needs a tokenizer, and skip_tokenizer_init=True reads none",
+        ),
         ({"compile_cache": 3}, r"compile_cache .*got 3"),
         ({"keep_learnt": None}, r"keep_learnt must be True, False or a path, got None"),
         ({"rounds_per_dispatch": 0}, r"rounds_per_dispatch must be 'auto' or an int in \[1, 16\], got 0"),

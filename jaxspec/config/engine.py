@@ -205,6 +205,8 @@ class EngineConfig:
         for name in ("batch_invariant", "enable_prefix_caching", "structured_output", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{me}.{name} must be True or False, got {getattr(self, name)!r}")
+        if self.structured_output and self.skip_tokenizer_init:
+            raise ValueError(f"{me}.structured_output needs a tokenizer, and skip_tokenizer_init=True reads none")
         for name in ("compile_cache", "keep_learnt"):
             if not isinstance(getattr(self, name), bool | str | Path):
                 raise ValueError(f"{me}.{name} must be True, False or a path, got {getattr(self, name)!r}")
