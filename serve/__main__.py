@@ -221,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with cli.starting(__name__):
         from serve.core.engine_process import Child
+        from serve.ports import PortError, check_port
         from serve.telemetry import logs
 
         logs.configure(config.log_level, config.log_format, log_prompts=config.log_prompts)
@@ -238,6 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
                 logging.shutdown()
                 os._exit(code)  # what it lost may still hold threads of XLA and of JAX's own service
+        try:  # as the server does, which takes seconds to import
+            check_port("port", config.host, config.port)
+        except PortError as e:
+            return _fail(str(e), FAILED)
         child = Child("serve.app")  # what takes it long to import takes this process as long
         try:
             importlib.import_module("serve.app")  # within the event loop Ctrl-C would wait for it

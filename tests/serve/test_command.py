@@ -129,6 +129,19 @@ def test_a_port_in_use(facade: Any, capsys: pytest.CaptureFixture[str]):
         assert f"error: metrics_port: cannot listen on 127.0.0.1:{port}" in error and error.count("\n") == 1
 
 
+def test_a_port_in_use_is_told_before_anything_is_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    real, wrong = command.importlib.import_module, lambda: pytest.fail("the server is imported")
+    imported = lambda name, *rest: wrong() if name == "serve.app" else real(name, *rest)
+    monkeypatch.setattr(command.importlib, "import_module", imported)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main(["--model", "demo", "--port", str(port)]) == command.FAILED
+    out, err = capsys.readouterr()
+    assert not out and err == f"error: port: cannot listen on 127.0.0.1:{port}, which is in use\n"
+
+
 @pytest.mark.parametrize("host", ["nohost.invalid", "no..host"])
 def test_a_host_that_is_no_name(facade: Any, host: str, capsys: pytest.CaptureFixture[str]):
     assert asyncio.run(command.serve(ServerConfig(**{**BASE, "host": host}))) == 1
