@@ -275,13 +275,14 @@ def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, 
     plgpu.inline_mgpu(arg_types=types)(run)(ref, value, jnp.asarray(base, jnp.int32))
 
 
-#: A warpgroup's arrival at the word $1 by the thread whose $3 is not zero: whether $2 came before it. What they had
-#: written until then is there to be read, and the last leaves a zero. $4 is a barrier of the warpgroup's own.
+#: A warpgroup's arrival at the word $1, once its threads have met, by the one whose $3 is not zero: whether $2 came
+#: before. What they had written until then is there to be read, and the last leaves a zero. $4 is a barrier of its own.
 _ARRIVE = """{
     .reg .pred own, last;
     .reg .u32 before;
     setp.ne.u32 own, $3, 0;
     mov.u32 before, 0;
+    bar.sync $4, 128;
     @own fence.acq_rel.gpu;
     @own atom.relaxed.gpu.global.add.u32 before, [$1], 1;
     setp.eq.and.u32 last, before, $2, own;
@@ -297,7 +298,7 @@ _BARRIERS = 8
 def arrive(ref: Any, unit: Any, others: Any) -> Any:
     """Whether so many other warpgroups came before to a unit's word in `ref`, int32 [units]: 1 or 0.
 
-    It is zero before anyone and after all have come. The warpgroup must have met since it wrote what it arrives with.
+    It is zero before anyone and after all have come.
     """
     wanted = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 

@@ -51,6 +51,19 @@ def meets_before_copies(code: str) -> bool:
     return bool(before) and all(text.rfind("bar.sync") > text.rfind("wgmma.wait_group") for text in before)
 
 
+def counts_what_is_written(code: str) -> bool:
+    """Whether a warpgroup counts in global memory, each time by one thread between two fences.
+
+    Its threads meet right before, so that all have written, and after it before they read what others wrote.
+    """
+    found = [count.start() for count in re.finditer(r"atom\.relaxed\.gpu", code)]
+    for at in found:
+        met, fenced = (code.rfind(what, 0, at) for what in ("bar.sync", "fence.acq_rel.gpu"))
+        fences, meets, reads = (code.find(what, at) for what in ("fence.acq_rel.gpu", "bar.red", "ld.global"))
+        assert met < fenced and code.count(";", met, fenced) == 1 and fences < meets < reads
+    return bool(found)
+
+
 def sent_to_a_neighbour(code: str) -> int:
     """Bytes that a program of two sends the other, which its barrier expects; and that it sends no sooner than it may.
 

@@ -462,3 +462,4 @@ def test_compiles_for_hopper(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
     assert not any(kernel.serialized for kernel in found)
     (code,) = (path.read_text() for path in tmp_path.glob("*.ptx") if "merge" not in path.name)
     assert hopper.meets_before_copies(code)
+    assert hopper.counts_what_is_written(code) == (alone and case.context > 1536 and case.batch > 9)
