@@ -22,7 +22,7 @@ _MOSAIC = {"few rows": gpu_mosaic, "many rows": mosaic_wide, "latent": mosaic_la
 
 
 def _on_mosaic(args: TreeAttentionArgs) -> tuple[str | None, str]:
-    """The first kernel on Mosaic GPU that serves these arguments and is no slower than Triton's, and why none before.
+    """The first kernel on Mosaic GPU that serves these arguments and leaves them to no other, and why none before.
 
     Where there is no Triton the first that serves them, but for the one for any shape, which plain XLA may outrun.
     """

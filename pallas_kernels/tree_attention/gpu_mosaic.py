@@ -1,8 +1,9 @@
 """Tree attention on Mosaic GPU for Hopper: the same bits for a token however it is computed.
 
 The prefix is cut at absolute positions, into blocks of 64 tokens and groups of 1,024 (`mosaic_plan`); a warpgroup owns
-(item, KV head, 64 query rows) at a time and a second kernel adds the items' sums in their order. Each program walks
-along a list of those that hold tokens; a warpgroup asks for its own pages, through a ring in shared memory and across
+(item, KV head, 64 query rows) at a time. The items' sums are added in their order by a second kernel, or where there
+are many requests by who brings a request's last item. Each program walks along a list of those that hold tokens; a
+warpgroup asks for its own pages, through a ring in shared memory and across
 the boundaries of items, so that memory never rests. One that only copied would need registers that the others lack:
 where XLA has kernels linked, as JAX 0.12 does, they cannot be handed over (docs/notes.md, 2026-11-28). Rows are
 wgmma's first operand, of which 64 are computed whatever the number in use.
@@ -71,7 +72,7 @@ def refusal(args: TreeAttentionArgs) -> str | None:
 
 
 def slower(args: TreeAttentionArgs) -> str | None:
-    """Where another kernel was measured to take less time, by more than 2% of a round, or None."""
+    """Why another kernel is to be taken, which mostly takes less time, or None."""
     units, rows = args.units, args.rows
     if rows > MOST_ROWS:
         return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
@@ -160,15 +161,15 @@ class _Kernel(Few):
             def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 step, before, *now = carry
                 later, now = unit(turn + 1), tuple(now)  # read long before it is used
-                settle = functools.partial(self.settle, before, outs, ins)
-                step = self.compute(own, team, step, now, ask, ins, outs, shared, direct=direct, settle=settle)
+                report = functools.partial(self.report, before, outs, ins)
+                step = self.compute(own, team, step, now, ask, ins, outs, shared, direct=direct, report=report)
                 head, _, _, b, *_, others = now
                 return step, (before if direct else (b, head, others)), *later
 
             begin = (jnp.int32(0), ahead), (jnp.int32(0), jnp.int32(0), jnp.int32(-1)), *unit(jnp.int32(0))
             _, before, *_ = lax.fori_loop(0, mine, one, begin)
             if not direct:
-                self.settle(before, outs, ins)
+                self.report(before, outs, ins)
 
         if self.mixed:
             lax.cond(whole, lambda: walk(True), lambda: walk(False))
@@ -214,12 +215,12 @@ class _Kernel(Few):
     def compute(
         self, own: Any, team: Any, step: Any, unit: tuple[Any, ...], ask: Callable[[Any, Any], Any],
         ins: dict[str, Any], outs: tuple[Any, ...], shared: dict[str, Any], *, direct: bool,
-        settle: Callable[[], None],
+        report: Callable[[], None],
     ) -> Any:  # fmt: skip
         """Attention of a turn's rows to what its item holds; where the ring is then.
 
         Args:
-          direct: whether that is a whole request. settle: what the turn before has left to do.
+          direct: whether that is a whole request. report: what the turn before has left to do.
         """
         unit = unit[:-1]
         head, tile, item, b, first, end, _ = unit
@@ -238,7 +239,7 @@ class _Kernel(Few):
             if direct:
                 self.finish(sums, out[0], base, (b, head), ins.get("sinks"))
             else:
-                settle()
+                report()
                 self.spill(sums_of_items, sums, place, tile)
 
         if self.spread and direct and self.causal:
@@ -273,7 +274,7 @@ class _Kernel(Few):
 
         return lax.fori_loop(begin, stop, one, step)
 
-    def settle(self, at: tuple[Any, Any, Any], outs: tuple[Any, ...], ins: dict[str, Any]) -> None:
+    def report(self, at: tuple[Any, Any, Any], outs: tuple[Any, ...], ins: dict[str, Any]) -> None:
         """Says that a piece's sums are in memory; whoever says it last for a request's KV head makes the result.
 
         It is said a turn later, when they have long been written.
@@ -327,7 +328,7 @@ class _Kernel(Few):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def _attend(kernel: _Kernel, most: int, ins: dict[str, jax.Array], *, interpret: Any = None) -> Any:
-    """Sums, maxima and weights of at most so many items, or the result where each request is one."""
+    """Sums, maxima and weights of at most so many items, and the result where requests are items or may be."""
     names, scratch = list(ins), kernel.scratch(ins["q"].dtype)
     sums = lambda count: [
         jax.ShapeDtypeStruct((count, kernel.height, *more), _F32) for more in ((kernel.head_dim,), (), ())
@@ -418,9 +419,10 @@ def tree_attention(
 
 
 def _arrived(length_B: jax.Array, kernel: Launch) -> jax.Array:
-    """Zeros, a word for each request's KV head. A kernel counts there, and leaves zeros.
+    """Zeros, a word for each request's KV head. A launch counts there, and leaves zeros.
 
-    They are made of lengths, for XLA may put what it knows to be zeros where others read them.
+    So all layers may have the same, though XLA takes it for something that is only read. They are made of lengths, for
+    it may put what it knows to be zeros where others read them.
     """
     zeros_B = jnp.minimum(length_B.astype(_I32), 0)
     return jnp.repeat(zeros_B, kernel.kv_heads)

@@ -42,7 +42,7 @@ def _body(kernel: Launch, sinks: bool, ins: dict[str, Any], out: Any) -> None:
     gather = lambda item: tuple(kernel.gather((ins["acc"], ins["top"], ins["total"]), bases, item * size))
     # Where a request is alone its last item comes first and the others lie behind it in their order (see `plan`), so
     # that they are read without a look at how many there are.
-    alone = kernel.batch == 1 and kernel.window is None
+    alone = kernel.batch == 1 and kernel.window is None and not kernel.mixed
     final = gather(jnp.int32(0)) if alone else start
     most = ins["top"].shape[0] * ins["top"].shape[1] // size
 

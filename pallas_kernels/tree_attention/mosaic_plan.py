@@ -23,6 +23,8 @@ _SINGLE, _QUARTER, _QUARTERS = 1.5, 4, 3
 _EVEN = 0.9
 #: Bytes of partial sums from which on a request is one item.
 _PARTIAL = 48 << 20
+#: The same of sums that are only written where requests are cut.
+_ROOM = 96 << 20
 #: Blocks of a request up to which it matters little that others are shorter.
 _SHORT = 24
 #: Share of the warpgroups that keep memory busy; while fewer have blocks left, it rests.
@@ -66,7 +68,7 @@ class Sizes:
             whole = bool(kernel.batch * -(-blocks // GROUP) * item > _PARTIAL or (even and kernel.tiles == 1))
             mixed = whole and kernel.spread and blocks > _SHORT
         if mixed:
-            return cls(units, threads, blocks, False, mixed=True, room=max(_PARTIAL // item, 2 * kernel.batch))
+            return cls(units, threads, blocks, False, mixed=True, room=max(_ROOM // item, 2 * kernel.batch))
         straight = whole and kernel.window is None and kernel.batch * units <= threads
         return cls(units, threads, blocks, whole, straight)
 
