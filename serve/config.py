@@ -220,7 +220,7 @@ class ServerConfig:
 
     def to_yaml(self) -> str:
         """Every field with its resolved value, as `read_file` reads it back."""
-        return yaml.safe_dump(_plain(self), sort_keys=False, allow_unicode=True)
+        return yaml.dump(_plain(self), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -280,7 +280,11 @@ def field_types(owner: type[Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which only true and false are booleans (so that `policy: off` is a word) and keys are given once."""
+    """YAML whose words, numbers and dates are those of version 1.2, as JSON's are, and keys are given once.
+
+    In 1.1 `policy: off` is no word, 1:30 is 90 and 1e3 no number. What begins with a zero that counts for nothing is a
+    text, as the versions take 010000 for different numbers.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         return _distinct(
@@ -288,11 +292,28 @@ class _Loader(yaml.SafeLoader):
         )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version would take for something else than a text."""
+
+
+#: Texts that are no texts, by their tags and the characters that they begin with.
+_PLAIN = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+}
+_OTHERS = {"tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _OTHERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+for _tag, (_pattern, _firsts) in _PLAIN.items():
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_firsts))
 
 
 def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -169,9 +169,33 @@ def test_off_is_a_word(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0), ("-12", -12), ("1_000", 1000), ("0x1F", 31), ("0o17", 15), ("1e3", 1000.0), ("-1.5E-2", -0.015),
+        (".5", 0.5), ("2.", 2.0), (".inf", float("inf")), ("null", None), ("~", None), ("", None), ("True", True),
+        ("010000", "010000"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("0b1", "0b1"), ("yes", "yes"),
+        ("trueish", "trueish"), ("1e3x", "1e3x"), ("=", "="),
+    ],
+)  # fmt: skip
+def test_plain_values_are_those_of_yaml_1_2(text: str, value: Any, tmp_path: Path):
+    path = tmp_path / "server.yaml"
+    path.write_text(f"model: {text}\n")
+    found = read_file(path)["model"]
+    assert found == value and type(found) is type(value)
+
+
+def test_a_port_with_a_leading_zero_is_refused(tmp_path: Path):
+    path = tmp_path / "server.yaml"
+    path.write_text("port: 010000\n")
+    with pytest.raises(ValueError, match="port must be .*'010000'"):
+        config_of("--config", str(path))
+
+
+@pytest.mark.parametrize(
     "config",
     [
         ServerConfig(),
+        *(ServerConfig(model=name) for name in ("1e3", "010", "off", "2024-01-01", "1:30", "0x1", "~", "true")),
         ServerConfig(
             port=0, metrics_port=None, drafter="ngram", max_waiting=3, run_seconds=1.5, served_model_name="größe: 7",
             speculation=SpeculationConfig(tiers=(Tier(1), Tier(3, 2, 7))),
