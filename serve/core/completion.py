@@ -23,6 +23,8 @@ from serve.core.errors import StatusError, deadline_passed, unavailable
 from serve.core.jobs import Job
 from serve.core.observers import Record
 
+#: Seconds by which two clocks may differ about a deadline.
+_CLOCKS = 0.005
 #: Ends that a client asked for: nobody was refused.
 _CLIENTS_WISH = frozenset({"closed", "aborted"})
 
@@ -280,7 +282,7 @@ class Completion(AsyncIterator[Delta | Finished]):
 
         Where a call delivers the output, that is unread until `delivered`: the last write may still stall.
         """
-        if self.job.deadline is not None and time.monotonic() >= self.job.deadline:
+        if self._past(time.monotonic()):
             # gRPC ends such a call without a word; it may do so before the engine's thread looks.
             error, cause = deadline_passed("the request's deadline passed"), "timeout"
         else:
@@ -351,6 +353,14 @@ class Completion(AsyncIterator[Delta | Finished]):
                 return
         self.decided.set()
 
+    def _past(self, now: float) -> bool:
+        """Whether the client's deadline has passed, by its own clock.
+
+        gRPC rounds a timeout up where it sends it, by a hundredth at most: the client ends a call that much sooner.
+        """
+        deadline = self.job.deadline
+        return deadline is not None and now >= deadline - 0.01 * (deadline - self.arrived) - _CLOCKS
+
     # The record.
 
     def _note(self, record: Record, event: Delta | Finished) -> None:
@@ -367,8 +377,8 @@ class Completion(AsyncIterator[Delta | Finished]):
         record, self.record = self.record, None
         if record is None:
             return
-        now, deadline = time.monotonic(), self.job.deadline
-        if code is grpc.StatusCode.CANCELLED and error is None and deadline is not None and now >= deadline:
+        now = time.monotonic()
+        if code is grpc.StatusCode.CANCELLED and error is None and self._past(now):
             code = grpc.StatusCode.DEADLINE_EXCEEDED  # gRPC cancels a call whose deadline passed, without a word
         record.code, record.error, record.seconds = code, error, now - self.arrived
         self._tell(record)

@@ -108,20 +108,26 @@ def test_deadlines_and_time_outs(kit: Any, clock: Any) -> None:
 
 
 def test_a_call_that_its_deadline_ends_counts_as_late(kit: Any) -> None:
-    """gRPC cancels it without a word, and may do so before the engine's thread has looked at the time."""
+    """gRPC cancels it without a word, and may do so before the engine's thread has looked at the time.
+
+    Or before the deadline that it told: it sends 9.91 seconds as 10.
+    """
 
     async def story() -> None:
         async with kit.serving() as stack:
-            late, left = await stack.start_held(
-                *(kit.job([i], max_tokens=50, max_depth=0, deadline=time.monotonic() + 600) for i in (1, 2))
+            late, rounded, before, left = await stack.start_held(
+                *(kit.job([i], max_tokens=50, max_depth=0, deadline=time.monotonic() + 600) for i in (1, 2, 3, 4))
             )
             late.job = dataclasses.replace(late.job, deadline=time.monotonic())
-            late.close()
-            left.close()
+            for request, seconds in ((rounded, 0.08), (before, 60)):
+                request.arrived = time.monotonic() - 9.9
+                request.job = dataclasses.replace(request.job, deadline=time.monotonic() + seconds)
+            for request in (late, rounded, before, left):
+                request.close()
             stack.facade.release()
             await stack.settled()
-            assert sorted(stack.metrics.reasons) == ["abort", "timeout"]
-            assert stack.metrics.refused == [("DEADLINE_EXCEEDED", "deadline")]
+            assert sorted(stack.metrics.reasons) == ["abort", "abort", "timeout", "timeout"]
+            assert stack.metrics.refused == [("DEADLINE_EXCEEDED", "deadline")] * 2
 
     kit.run(story())
 
