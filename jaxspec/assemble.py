@@ -143,6 +143,10 @@ def build_engine(
         check_readable(speculation.suffix_corpus_files)
     if not speculation.policy_kind.drafts:
         kind, directory = registry.NONE, None
+    if drafter is None and kind == registry.UNASKED[-1]:
+        _log.info("drafter: %s, as no draft head lies beside the model", kind)
+    else:
+        _log.info("drafter: %s%s", kind, "" if directory is None else f" ({directory})")
     if hosts is not None:
         hosts.agree({"the drafter": kind, **alike.files(model_dir, directory)})
     dtype = jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

@@ -26,6 +26,9 @@ CALL_ELSEWHERE = {
     **{name: here if isinstance(here, Advice) else _inside(here) if here in _FIELDS else
        here.removeprefix("generate(..., ").removesuffix(")") for name, here in SAMPLING_ELSEWHERE.items()},
     **{name: _inside(name) for name in _FIELDS},
+    "chat_template": Advice("leave it out, the template is the checkpoint's own (chat_template.jinja beside it)"),
+    "continue_final_message": Advice("leave it out, generate continues the text of a template applied by hand"),
+    "lora_request": Advice("leave it out, adapters are not served; merge them into the checkpoint"),
     "params": "sampling_params", "prompt_token_ids": "prompts", "inputs": "prompts", "conversation": "messages",
 }  # fmt: skip
 

@@ -41,6 +41,11 @@ SAMPLING_ELSEWHERE = {
     "bad_words": Advice("leave it out, logit_bias makes tokens unlikely"),
     "logits_processors": Advice("leave it out, there are logit_bias, penalties and grammars"),
     "prompt_logprobs": Advice("leave it out, log-probabilities are of generated tokens alone"),
+    "spaces_between_special_tokens": Advice("leave it out, texts are as the tokenizer decodes them"),
+    "detokenize": Advice("leave it out, an LLM without a tokenizer (skip_tokenizer_init) has no texts"),
+    "truncate_prompt_tokens": Advice("leave it out, a prompt too long is refused; cut its token ids"),
+    "output_kind": Advice("leave it out, LLM.stream gives what is added and LLM.generate the whole"),
+    "top_n_tokens": "logprobs",
 }  # fmt: skip
 #: The same of flags, where what a text has to be is one as well.
 SAMPLING_FLAGS = {

@@ -152,7 +152,8 @@ class Server:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port, self._probes())
             except OSError as e:
                 raise PortError(
-                    f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e.strerror or e}"
+                    f"metrics_port: cannot listen on {config.host}:{config.metrics_port}: {e.strerror or e}; 0 picks a "
+                    "free port, and none serves no metrics"
                 ) from e
         warn_of_open_door(config, self.port)
         self.metrics.on_state("starting")

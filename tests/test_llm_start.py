@@ -188,6 +188,7 @@ def test_an_engine_says_what_was_chosen_for_it(tiny_directory: Path, caplog: pyt
         assert len(made.generate("abc", GREEDY)[0].token_ids) == 12
         assert made.engine.facts.sizes.num_pages == 18 and "tree-2x2/4" in repr(made)
     assert "topk 2 without num_nodes: draft trees are tree-2x2/4" in caplog.text
+    assert f"drafter: draft_model ({tiny_directory.parent / 'draft'})" in caplog.text
     assert "memory_fraction 0.2: " in caplog.text
 
 

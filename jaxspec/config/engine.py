@@ -38,6 +38,11 @@ ENGINE_ELSEWHERE = {
     "enable_lora": Advice("leave it out, adapters are not served; merge them into the checkpoint"),
     "swap_space": Advice("leave it out, what has to give its pages back is computed again"),
     "pipeline_parallel_size": Advice("leave it out, devices share every layer, as many as tensor_parallel says"),
+    "chat_template": Advice("leave it out, the template is the checkpoint's own (chat_template.jinja beside it)"),
+    "generation_config": Advice("leave it out, say in SamplingParams what is to be sampled"),
+    "disable_log_stats": Advice("leave it out, LLM.stats is read by who asks for it"),
+    "hf_token": Advice("leave it out, HF_TOKEN or `hf auth login` has it"),
+    "distributed_executor_backend": Advice("leave it out, devices of one process share an engine by tensor_parallel"),
     "guided_decoding_backend": Advice("leave it out, structured_output compiles what grammars need"),
 }  # fmt: skip
 #: Short flags of all of them.

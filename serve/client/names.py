@@ -17,7 +17,10 @@ ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens",
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark",
     "grammar": "lark", "schema": "json_schema", "response_format": "json_schema", "stop_sequences": "stop",
-    "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "best_of": "n", "do_sample": "temperature",
+    "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
+    "best_of": "leave it out, ask for n completions and keep the one that you like best", "top_n_tokens": "logprobs",
+    "bad_words": "leave it out, logit_bias makes tokens unlikely",
+    "prompt_logprobs": "leave it out, log-probabilities are of generated tokens alone",
 }  # fmt: skip
 #: The same of flags, with those that say where the server is.
 FLAGS_ELSEWHERE = {
@@ -25,6 +28,7 @@ FLAGS_ELSEWHERE = {
     "base_url": "target", "api_key": "token_file", "system_prompt": "system", "max_retries": "retries",
     "prompt": "leave the flag out, the prompt is given as it is",
     "stream": "leave it out, texts are streamed as they come",
+    "best_of": "",
 }  # fmt: skip
 #: How alike two names are at least of which one was meant.
 _ALIKE = 0.7
