@@ -44,7 +44,7 @@ def llm(tiny_llm: LLM) -> Iterator[LLM]:
 def other(llm: LLM) -> LLM:
     """A second LLM over the same engine, to be closed or broken."""
     made = LLM.__new__(LLM)
-    made.shared = SharedEngine(llm.engine)
+    vars(made).update(vars(llm), shared=SharedEngine(llm.engine))
     return made
 
 
