@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m jaxspec.batch", description=(__doc__ or "").splitlines()[0], formatter_class=cli.Help
     )
-    p.add_argument("data", type=Path, nargs="+", help="JSONL files of prompts, .gz too")
+    rows = "rows with prompt, prompt_token_ids or messages; they may have an id and fields of SamplingParams"
+    p.add_argument("data", type=Path, nargs="+", help=f"JSONL files, .gz too, of {rows}")
     p.add_argument("--out", type=Path, required=True, help="the .jsonl to write, or to go on with")
     p.add_argument(
         "--model", default="demo", help="'demo', a Hugging Face directory or a hub id, the same on all machines"

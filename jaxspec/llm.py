@@ -181,7 +181,8 @@ class LLM:
           use_tqdm: a progress bar over prompts, where there is more than one; None: if this LLM shows its progress.
 
         Returns:
-          One RequestOutput a prompt, in order.
+          One RequestOutput a prompt, in order. One that failed while it ran, by a grammar that allows nothing more,
+          say, has FinishReason.ERROR, and its `error` says why.
 
         Raises:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.

@@ -38,7 +38,8 @@ class RowFile:
         before = _object(beside)
         for key in made_of:
             if before.get(key) != made_of[key]:
-                raise ValueError(f"{out} was made with {key} {before.get(key)!r}, got {made_of[key]!r}")
+                was = f"{out} was made with {key} {before.get(key)!r}, got {made_of[key]!r}"
+                raise ValueError(f"{was}; name another file, or remove this one and {beside.name}")
         if out.exists():
             with out.open("rb+") as f:
                 _cut_off(f)
