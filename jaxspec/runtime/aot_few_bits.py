@@ -65,7 +65,9 @@ def _kernel(kind: Any, bucket: int) -> str:
     """What a round's layers are multiplied by, among others."""
     if bucket > 32:
         return "many"
-    return "heads_integers" if bucket == 1 and jnp.issubdtype(kind, jnp.integer) else "heads"
+    if not jnp.issubdtype(kind, jnp.integer) or bucket > 4:
+        return "heads"
+    return "heads_integers" if bucket == 1 else "swiglu_integers"
 
 
 def quantised_round(target: Target) -> Iterator[Program]:
@@ -74,9 +76,9 @@ def quantised_round(target: Target) -> Iterator[Program]:
     No kernel may be expanded in memory: a round gets less for its intermediate values than the smallest of a layer's
     four would take in bfloat16, besides the sums of groups before they are added up; of NVFP4's groups GPUs expand a
     bounded share of the columns at a time. TPUs may fetch the largest kernel into VMEM as it is, while they still
-    compute something else. On Hopper also with packed kernels at 1 and 64 rows, which need no such sums, and with zero
-    points, of groups of 128 and 32, at 1 in activation order, too. And a chain of 3 of an EAGLE-3 head in int8 for a
-    target in bfloat16, its output layer included.
+    compute something else. On Hopper also with packed kernels at 1 and 64 rows, which need no such sums, of int4 at 4
+    with its output layer, and with zero points, of groups of 128 and 32, at 1 in activation order, too. And a chain of
+    3 of an EAGLE-3 head in int8 for a target in bfloat16, its output layer included.
     """
     cfg = dataclasses.replace(LLAMA_8B, num_layers=2)
     mesh = target.mesh(1, TENSOR_AXIS)
@@ -84,10 +86,14 @@ def quantised_round(target: Target) -> Iterator[Program]:
     one = _out_bytes(cfg)
     for name, (kind, group) in QUANTISED.items():
         own = target.name in ("h100", "h200") and small_batch.too_old() is None and kind is not jnp.float4_e2m1fn
-        for shards, bucket in ((1, 1), (1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET)) if own else ():
+        sizes = (1, 1), (1, 4 * BUCKET), (2, 4 * BUCKET), (2, BUCKET), *([(1, 4)] if kind is jnp.int4 else [])
+        for shards, bucket in sizes if own else ():
+            last = bucket == 4  # also the output layer, of several rows as integers
 
-            def change(model: TargetModel, kind: Any = kind, group: Any = group, shards: int = shards) -> TargetModel:
-                model = _quantised(model, kind=kind, group=group)
+            def change(
+                model: TargetModel, kind: Any = kind, group: Any = group, shards: int = shards, last: bool = last
+            ) -> TargetModel:
+                model = _quantised(model, kind=kind, group=group, output=last)
                 return few_rows.prepare(tensor_parallel(model, shards) if shards > 1 else model)
 
             described = abstract_round(cfg, geo, target.mesh(shards, TENSOR_AXIS), bucket, dtype=DTYPE, change=change)
@@ -102,8 +108,11 @@ def quantised_round(target: Target) -> Iterator[Program]:
                 limit="a layer's smallest kernel in bfloat16, and logits",
                 max_collective_bytes=summed if shards > 1 else None,
                 in_place_bytes=device_bytes(described.arguments[2]),
-                kernels=("tree_attention", f"small_batch_{jnp.dtype(kind).name}_{_kernel(kind, bucket)}"),
-            )
+                kernels=(
+                    "tree_attention", f"small_batch_{jnp.dtype(kind).name}_{_kernel(kind, bucket)}",
+                    *(["small_batch_int4_logits_integers"] if last else []),
+                ),
+            )  # fmt: skip
         if name == "int8":
             yield _quantised_head(target, cfg, geo, own=own)
         asymmetric = [

@@ -1,12 +1,15 @@
-"""How threads make digits of a row, and multiply weights by them (see digits).
+"""How threads make digits of rows, and multiply weights by them (see digits).
 
-Owns the code: a row in shared memory becomes digits there, ldmatrix reads these as mma's second operand, its first are
-weights whose nibbles or bytes a mask finds. Must not know who walks along the inputs.
+Owns the code: a row in shared memory, or rows in registers, become digits in shared memory, ldmatrix reads these as
+mma's second operand, its first are weights whose nibbles or bytes a mask finds. Must not know who walks along the
+inputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -35,6 +38,8 @@ from pallas_kernels.small_batch.digits import (
 from pallas_kernels.small_batch.packed import BLOCK, SCALE, ZEROS
 from pallas_kernels.small_batch.threads import STORE, STORE_TWO, Code, Index
 
+#: Words of inputs that a thread makes digits of at a turn.
+WORDS = 4
 #: Bytes of the digits of four blocks, and threads that make those of a block.
 _GROUP, _MAKERS = TOGETHER * DIGITS * BLOCK, 16
 #: [64 columns, 4] over a warpgroup, the same for each of the threads that share a column.
@@ -98,23 +103,55 @@ def meet(interpret: bool) -> None:
 
 
 def make(step: Step, x: Any, digits: Any, factors: Any, share: Share, *, interpret: bool) -> None:
-    """Makes digits of a row in shared memory; they are there for others behind a barrier.
+    """Makes digits of a turn of a share; they are there for others behind a barrier.
 
     Args:
-      x: of shared memory, [blocks, BLOCK]. digits, factors: of `scratch`.
+      x: [rows * blocks, BLOCK], a row's blocks after another's. digits, factors: of `scratch`.
     """
     if not interpret:
         args = *(plgpu.RefType(),) * 3, *(plgpu.Layout.WG_SPLAT(()),) * 2
         run = plgpu.inline_mgpu(arg_types=args)(functools.partial(_make, step=step, share=share))
         run(x, digits, factors, jnp.int32(share.number), jnp.int32(share.turn))
         return
-    for block in range(x.shape[0]):
+    blocks = x.shape[0] // step.rows
+    for row, block in itertools.product(range(step.rows), range(blocks)):
 
-        @pl.when(share.has(block))
-        def _(block: int = block) -> None:
-            place = step.place(block)
-            made, by = split(x[block])
+        @pl.when(share.has(block, row))
+        def _(row: int = row, block: int = block) -> None:
+            place = step.place(block, row)
+            made, by = split(x[row * blocks + block])
             digits[place], factors[place] = made, by * step.unit
+
+
+def read(step: Step, x: Any, share: Share, *, interpret: bool) -> Any:
+    """What a warpgroup makes digits of in all of its turns, in registers, for `make_all`.
+
+    Args:
+      x: as `make`'s, of global memory.
+    """
+    turns = share.turns(x.shape[0] // step.rows)
+    if interpret:
+        return jnp.zeros((turns * WORDS * 128,), jnp.int32)
+    layout = plgpu.Layout.WG_STRIDED((turns * WORDS * 128,), 1)
+    wanted = plgpu.ShapeDtypeStruct((turns * WORDS * 128,), jnp.int32, layout=layout)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=wanted)
+    return run(functools.partial(_read, step=step, share=share, turns=turns))(x, jnp.int32(share.number))
+
+
+def make_all(step: Step, x: Any, words: Any, digits: Any, factors: Any, share: Share, *, interpret: bool) -> None:
+    """`make` of all turns of a share, of what it has read."""
+    blocks = x.shape[0] // step.rows
+    turns = share.turns(blocks)
+    if interpret:
+        for turn in range(turns):
+            make(step, x, digits, factors, dataclasses.replace(share, turn=turn), interpret=True)
+        return
+    layout = plgpu.Layout.WG_STRIDED((turns * WORDS * 128,), 1)
+    args = plgpu.RefType(), layout, *(plgpu.RefType(),) * 2, plgpu.Layout.WG_SPLAT(())
+    run = plgpu.inline_mgpu(arg_types=args)
+    run(functools.partial(_make_all, step=step, share=share, turns=turns))(
+        x, words, digits, factors, jnp.int32(share.number)
+    )
 
 
 def products(
@@ -158,35 +195,85 @@ def _offset(group: Any, place: Any, digit: int, chunk: Any) -> Any:
 
 def _make(_: Any, x: Any, digits: Any, factors: Any, number: Any, turn: Any, *, step: Step, share: Share) -> None:
     code = Code()
-    base = utils.memref_ptr(x)
-    to, factors_at = (Index(code, llvm.ptrtoint(code.i32, utils.memref_ptr(ref))) for ref in (digits, factors))
-    maker, unit = code.thread % _MAKERS, code.thread // _MAKERS
-    v, a, half = maker // 4, maker // 2 % 2, maker % 2
-    # Two times four inputs, such that what a byte of a word of weights has side by side comes together.
-    apart, between = (8, 16) if step.four else (16, 8)
-    begins = [v * 32 + a * apart + half * 4 + i * between for i in range(2)]
-    own = unit + Index(code, turn.registers.item()) * AT_ONCE
-    block = (own // share.each * share.of + Index(code, number.registers.item())) * share.each + own % share.each
-    # Threads that have nothing left read another's, which may not have come yet, and keep it to themselves.
-    count = ir.MemRefType(x.type).shape[0]
-    has = arith.extui(code.i32, arith.cmpi(arith.CmpIPredicate.ult, block.value, code.c(count)))
-    block = block.least(count - 1)
-    found = [code.words(base, (block * (2 * BLOCK) + k * 2).value, 2) for k in begins]
-    near, far = (code.asm(_MAGNITUDE, *pair) for pair in found)
-    largest = code.asm(_LARGER, near, far)
-    for distance in (8, 4, 2, 1):
-        largest = code.asm(_LARGER, largest, code.shuffle(_ACROSS.format(distance), largest))
-    exponent = code.asm(_EXPONENT.format(least=LEAST), largest)
-    power = llvm.bitcast(code.f32, code.asm(_SCALED_BY, exponent))
-    group, place = step.place(block)
-    columns = [_digits(code, found[0][i], found[1][i], power) for i in range(2)]
-    for digit in range(DIGITS):
-        at = to + _offset(group, place, digit, v * 2 + a) + half * 8
-        code.store(STORE_TWO, at.value, columns[0][digit], columns[1][digit], has)
-    factor = code.asm(_FACTOR.format(less=BITS - 1 + (4 if step.unit < 1 else 0)), exponent)
-    finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, code.c(255))
-    factor = arith.select(finite, factor, code.c(_NAN))
-    code.store(STORE, (factors_at + (group * TOGETHER + place) * 4).value, factor, has)
+    maker = _Maker(code, step, share, ir.MemRefType(x.type).shape[0], number)
+    turns = [Index(code, turn.registers.item())]
+    maker.write(digits, factors, turns, [maker.words(x, turn) for turn in turns])
+
+
+def _read(_: Any, x: Any, number: Any, *, step: Step, share: Share, turns: int) -> Any:
+    code = Code()
+    maker = _Maker(code, step, share, ir.MemRefType(x.type).shape[0], number)
+    found = [word for turn in range(turns) for word in maker.words(x, Index(code, code.c(turn)))]
+    one = ir.VectorType.get((1,), code.i32)
+    registers = np.empty((len(found),), object)
+    for i, word in enumerate(found):
+        registers[i] = vector.insert(word, llvm.mlir_undef(one), [], [0])
+    layout = mgpu.WGStridedFragLayout((len(found) * 128,), 1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+
+def _make_all(
+    _: Any, x: Any, words: Any, digits: Any, factors: Any, number: Any, *, step: Step, share: Share, turns: int
+) -> None:
+    code = Code()
+    maker = _Maker(code, step, share, ir.MemRefType(x.type).shape[0], number)
+    found = [vector.extract(word, [], [0]) for word in words.registers.flat]
+    own = [Index(code, code.c(turn)) for turn in range(turns)]
+    maker.write(digits, factors, own, [found[WORDS * turn : WORDS * (turn + 1)] for turn in range(turns)])
+
+
+class _Maker:
+    """A thread that makes digits, of 8 inputs of a block at a turn."""
+
+    def __init__(self, code: Code, step: Step, share: Share, lines: int, number: Any) -> None:
+        self.code, self.step, self.share = code, step, share
+        self.blocks = lines // step.rows
+        self.number = Index(code, number.registers.item())
+        own = code.thread % _MAKERS
+        self.unit = code.thread // _MAKERS
+        self.v, self.a, self.half = own // 4, own // 2 % 2, own % 2
+
+    def own(self, turn: Any) -> tuple[Any, Any, Any]:
+        """Block and row of a turn, and whether they are its own. A thread that has nothing left reads another's, which
+        may not have come yet, and keeps it to itself."""
+        code, share = self.code, self.share
+        own = self.unit + turn * AT_ONCE
+        row, own = (own % share.rows, own // share.rows) if share.rows > 1 else (own * 0, own)
+        block = (own // share.each * share.of + self.number) * share.each + own % share.each
+        has = arith.extui(code.i32, arith.cmpi(arith.CmpIPredicate.ult, block.value, code.c(self.blocks)))
+        return block.least(self.blocks - 1), row, has
+
+    def words(self, x: Any, turn: Any) -> list[Any]:
+        """Two times four inputs, such that what a byte of a word of weights has side by side comes together."""
+        apart, between = (8, 16) if self.step.four else (16, 8)
+        block, row, _ = self.own(turn)
+        begins = [self.v * 32 + self.a * apart + self.half * 4 + i * between for i in range(2)]
+        base, line = utils.memref_ptr(x), (row * self.blocks + block) * (2 * BLOCK)
+        return [word for k in begins for word in self.code.words(base, (line + k * 2).value, 2)]
+
+    def write(self, digits: Any, factors: Any, turns: list[Any], words: list[list[Any]]) -> None:
+        """Digits and factors of several turns, side by side, so that none waits for another's threads."""
+        code, step = self.code, self.step
+        to, factors_at = (Index(code, llvm.ptrtoint(code.i32, utils.memref_ptr(ref))) for ref in (digits, factors))
+        largest = [
+            code.asm(_LARGER, code.asm(_MAGNITUDE, *each[:2]), code.asm(_MAGNITUDE, *each[2:])) for each in words
+        ]
+        for distance in (8, 4, 2, 1):
+            others = [code.shuffle(_ACROSS.format(distance), mine) for mine in largest]
+            largest = [code.asm(_LARGER, *pair) for pair in zip(largest, others, strict=True)]
+        for turn, each, most in zip(turns, words, largest, strict=True):
+            block, row, has = self.own(turn)
+            exponent = code.asm(_EXPONENT.format(least=LEAST), most)
+            power = llvm.bitcast(code.f32, code.asm(_SCALED_BY, exponent))
+            group, place = step.place(block, row)
+            columns = [_digits(code, each[i], each[2 + i], power) for i in range(2)]
+            for digit in range(DIGITS):
+                at = to + _offset(group, place, digit, self.v * 2 + self.a) + self.half * 8
+                code.store(STORE_TWO, at.value, columns[0][digit], columns[1][digit], has)
+            factor = code.asm(_FACTOR.format(less=BITS - 1 + (4 if step.unit < 1 else 0)), exponent)
+            finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, code.c(255))
+            factor = arith.select(finite, factor, code.c(_NAN))
+            code.store(STORE, (factors_at + (group * TOGETHER + place) * 4).value, factor, has)
 
 
 def _digits(code: Code, near: Any, far: Any, power: Any) -> list[Any]:
@@ -222,7 +309,7 @@ def _products(_: Any, total: Any, tile: Any, digits: Any, factors: Any, scales: 
 
     def scaled(block: Any, found: list[list[Any]]) -> list[list[Any]]:
         """What is to be added for each piece of a block, for both columns."""
-        group, place = step.place(first + block)
+        group, place = step.place(first + block, code.lane % 4)
         factor = code.float32(factors_at, (group * TOGETHER + place).value)
         out = []
         for piece, (low, middle, high) in enumerate(found):
@@ -244,7 +331,11 @@ def _products(_: Any, total: Any, tile: Any, digits: Any, factors: Any, scales: 
         for i in range(begin, begin + step.share):
             zeros = _zeros(code, step, scale_words, step.block(i, second)) if words else None
             found.append(_multiplied(code, step, tile, i, second, b, zeros, lines))
-        # The four threads of a column scale a block each, and give it to the others.
+        if step.rows > 1:  # the four threads of a column have a row each
+            for piece in scaled(step.block(begin, second), found[0]):
+                sums = plus(piece)
+            continue
+        # They scale a block each, and give it to the others.
         own = code.lane % 4 % step.share
         terms = scaled(step.block(own + begin, second), _chosen(code, found, own))
         for i in range(step.share):
@@ -260,7 +351,7 @@ def _second_operand(code: Code, step: Step, digits: Any, begin: int, second: Any
     """Of every 32 inputs two words, of the low digits and of the high ones."""
     base = Index(code, llvm.ptrtoint(code.i32, utils.memref_ptr(digits)))
     line, piece = code.lane % 8, code.lane // 8  # lanes have a line's address each, of four matrices
-    group, place = step.place(first + step.block(line // 2 % step.share + begin, second))
+    group, place = step.place(first + step.block(line // 2 % step.share + begin, second), line // 2)
     found: tuple[list[Any], ...] = [], []
     for i in range(2):
         # Of the low digits both, in lines side by side; of the high one the same twice.

@@ -1,16 +1,17 @@
-"""Products of one row by packed weights, multiplied as integers, on Hopper.
+"""Products of one to four rows by packed weights, multiplied as integers, on Hopper.
 
-With one row, `unpack` keeps a multiprocessor busy with making bfloat16 of weights. Here weights stay integers: a mask
+With few rows, `unpack` keeps a multiprocessor busy with making bfloat16 of weights. Here weights stay integers: a mask
 makes four bytes of four nibbles, where two of bfloat16 take three instructions. Of every 128 inputs (a block) all
 become integers of 23 bits that have one power of two in common, and these three digits of 8 bits. Integer mma
 multiplies weights by digits, exactly. Then sums are put together and scaled in float32, block by block. What is lost
 are bits of an input that lie more than 21 binary places below the largest of its block: as if a block's sum were
 rounded to float32 a little early.
 
-mma multiplies 16 columns by 8 rows: the two low digits of four blocks, and again the high ones. A thread of it has the
-sums of both low digits, or of the high one, of the block whose number is the thread's among the four that share a
-column. Of several rows each would have to be made digits of, for every multiprocessor anew, and that took longer than
-it saved (docs/benchmarks/rounds.md).
+mma multiplies 16 columns by 8 rows: of one row the two low digits of four blocks, and again the high ones; of up to
+four rows those of one block. A thread of it has the sums of both low digits, or of the high one, of the block or row
+whose number is the thread's among the four that share a column. A row's sums are put together, scaled and added in the
+same order, so it has the same bits among one and four. Each multiprocessor makes the digits anew, of all rows: more
+than four would take longer than they save.
 
 Owns what digits are, where they lie and who makes which; `digit_products` makes and multiplies them. Must not know who
 walks along the inputs.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -30,13 +32,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.small_batch import packed, unpack
 from pallas_kernels.small_batch.packed import BLOCK, ZEROS
 
-#: Blocks that are multiplied together, and digits of an input.
+#: Blocks of one row, or rows of one block, that are multiplied together; and digits of an input.
 TOGETHER, DIGITS = 4, 3
 #: Formats that are served.
 KINDS = "int8", "int4", "int4" + ZEROS
 #: Bits of an integer besides its sign; a block's exponent is at least so large, below which all is rounded to 0.
 BITS, LEAST = 22, 32
-#: Blocks that a warpgroup makes digits of at once.
+#: Blocks of a row that a warpgroup makes digits of at once.
 AT_ONCE = 8
 
 
@@ -51,6 +53,7 @@ class Step:
       kind: see `Packed.kind`.
       depth: blocks that a warp has of a step. parts: stretches of columns. pieces: of a block, that have scales of
         their own, or 0 where one scale is for all inputs. paired: whether lines of weights are two blocks.
+      rows: up to `TOGETHER`.
     """
 
     kind: str
@@ -58,6 +61,7 @@ class Step:
     parts: int
     pieces: int
     paired: bool
+    rows: int = 1
 
     @property
     def four(self) -> bool:
@@ -76,10 +80,12 @@ class Step:
     @property
     def share(self) -> int:
         """Blocks that are multiplied together."""
-        return min(TOGETHER, self.depth)
+        return min(TOGETHER, self.depth) if self.rows == 1 else 1
 
     def groups(self, blocks: int) -> int:
         """Groups of digits that so many blocks take."""
+        if self.rows > 1:
+            return blocks
         return -(-blocks // (TOGETHER * 2 // self.parts)) * (2 // self.parts)
 
     def block(self, i: Any, second: Any) -> Any:
@@ -88,8 +94,10 @@ class Step:
             return i
         return i // 2 * 4 + second * 2 + i % 2 if self.paired else 2 * i + second
 
-    def place(self, block: Any) -> tuple[Any, Any]:
-        """Group and number in it of a block's digits."""
+    def place(self, block: Any, row: Any = 0) -> tuple[Any, Any]:
+        """Group and number in it of a row's digits of a block."""
+        if self.rows > 1:
+            return block, row
         if self.parts == 2:
             return block // TOGETHER, block % TOGETHER
         second, own = (block // 2 % 2, block // 4 * 2 + block % 2) if self.paired else (block % 2, block // 2)
@@ -139,25 +147,25 @@ class Share:
 
     Attributes:
       number: of the share, of so many. each: blocks that are one share's before the next one's come.
-      turn: which of the share's turns.
+      turn: which of the share's turns. rows: that a block has digits of.
     """
 
     number: Any
     of: int
     each: int
     turn: Any = 0
+    rows: int = 1
 
     def turns(self, blocks: int) -> int:
         """Of each share, of so many blocks."""
-        return -(-self._own(blocks) // AT_ONCE)
+        own = -(-blocks // (self.of * self.each)) * self.each
+        return -(-own * self.rows // AT_ONCE)
 
-    def _own(self, blocks: int) -> int:
-        return -(-blocks // (self.of * self.each)) * self.each
-
-    def has(self, block: int) -> Any:
-        """Whether the turn makes this block's."""
+    def has(self, block: int, row: int = 0) -> Any:
+        """Whether the turn makes this row's of a block."""
         chunk, rest = divmod(block, self.each)
-        return (self.number == chunk % self.of) & (self.turn == (chunk // self.of * self.each + rest) // AT_ONCE)
+        own = (chunk // self.of * self.each + rest) * self.rows + row
+        return (self.number == chunk % self.of) & (self.turn == own // AT_ONCE)
 
 
 def pretended(step: Step, total: jax.Array, tile: Any, digits: Any, factors: Any, scales: Any, first: Any) -> jax.Array:
@@ -167,10 +175,10 @@ def pretended(step: Step, total: jax.Array, tile: Any, digits: Any, factors: Any
     size = BLOCK // pieces
     for half in range(2):
         part, sums = half % step.parts, total[32 * half : 32 * half + 32]
-        for i in range(step.depth):
+        for i, row in itertools.product(range(step.depth), range(step.rows)):
             block = step.block(i, half)
             number = block + first * (2 // step.parts)
-            place = step.place(number)
+            place = step.place(number, row)
             own, by = digits[place], factors[place]
             for piece in range(pieces):
                 begin = block * BLOCK + piece * size
@@ -181,6 +189,7 @@ def pretended(step: Step, total: jax.Array, tile: Any, digits: Any, factors: Any
                     w = w - packed.word_zeros(by_columns).astype(jnp.int32)[:, None]
                     by_columns = packed.word_scales(by_columns)
                 found = joined(w, own[:, piece * size : (piece + 1) * size]) * (by_columns * by)
-                sums = sums + jnp.broadcast_to(found[:, None], sums.shape)
+                mine = (jnp.arange(TOGETHER) == row) | (step.rows == 1)
+                sums = jnp.where(mine, sums + found[:, None], sums)
         halves.append(sums)
     return jnp.concatenate(halves)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import lines, mosaic, packed, unpack
+from pallas_kernels.small_batch import digit_products, lines, mosaic, packed, unpack
 from pallas_kernels.small_batch.mosaic import F32, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, Packed
 from pallas_kernels.small_batch.packed_launch import Kind, Launch
@@ -36,7 +36,8 @@ class Kernel(Launch):
         tile = program * self.tiles + own
         x_MK, w_ABK, scale_GN, *beside = ins
         rows = mosaic.all_rows(program, self.shape[0], self.rows)
-        mine = self.turns(turn_of)
+        mine, laps = self.steps if self.goes_on else self.turns(turn_of), self.laps_of(program)
+        after = lambda lap: tile + lap * (self.programs * self.tiles)  # the warpgroup's next tiles
 
         def copy_rows(turn: Any, slot: Any) -> None:
             if not self.alone:
@@ -44,7 +45,8 @@ class Kernel(Launch):
                 plgpu.copy_gmem_to_smem(source, shared["x"].at[slot], shared["full"].at[slot])
 
         def copy_weights(turn: Any, slot: Any) -> None:
-            source = w_ABK.at[*self.own(tile), self.stretch(turn, turn_of)]
+            which, turn = (after(turn // mine), lax.rem(turn, mine)) if self.goes_on else (tile, turn)
+            source = w_ABK.at[*self.own(which), self.stretch(turn, turn_of)]
             plgpu.copy_gmem_to_smem(source, shared["w"].at[slot], shared["full"].at[slot])
 
         def copy(turn: Any, slot: Any) -> None:
@@ -59,14 +61,15 @@ class Kernel(Launch):
         # once that has come.
         self.bring_scales(scale_GN, self.begins(tile), own, (turn_of, self.split), shared)
         lines.commit(self.interpret)
-        self.fill(team, mine, copy_weights, end=self.early)
+        self.fill(team, mine * laps, copy_weights, end=self.early)
         overlap.wait(self.interpret)
         overlap.begin(self.interpret)
-        if self.alone:
+        words = self.read_rows(x_MK, team)
+        if self.alone and not self.several:
             self.bring_row(x_MK, shared["x"], team)
         if norm is not None:
             self.bring(norm, shared["squares"], team)
-        self.fill(team, mine, copy_rows, end=self.early)
+        self.fill(team, mine * laps, copy_rows, end=self.early)
         vectors = self.vectors(tile, program, beside)  # in registers before they are needed
         pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
         if self.own_row:  # others' scales, but no more of the row than its own
@@ -74,19 +77,39 @@ class Kernel(Launch):
             lines.wait(self.interpret, committed=True)
             plgpu.barrier_arrive(shared["there"].at[0])
         lines.wait(self.interpret)
-        self.fill(team, mine, copy, begin=self.early)
+        self.fill(team, mine * laps, copy, begin=self.early)
         if not self.own_row:
             plgpu.barrier_arrive(shared["there"].at[0])
         elif norm is not None:
             plgpu.barrier_arrive(shared["squared"].at[0])
-        self.make_digits(team, shared)
+        self.make_digits(team, x_MK, words, shared)
         plgpu.barrier_wait(shared["there"].at[0])
         if "squared" in shared:
             plgpu.barrier_wait(shared["squared"].at[0])
         self.add_squares(team, shared)
-        total = self.total(team, mine, copy, shared)
-        finish = lambda: self.finish(tile, own, outs, shared, self.as_floats(program, vectors), x_MK.dtype)
-        self.join(team, total, shared, finish)
+        self.wait_digits(shared)
+        if not self.goes_on:
+            total = self.total(team, mine, copy, shared)
+            finish = lambda: self.finish(tile, own, outs, shared, self.as_floats(program, vectors), x_MK.dtype)
+            self.join(team, total, shared, finish)
+            return
+
+        def one(lap: Any, _: Any) -> tuple[()]:
+            """A tile, while the next one's scales come."""
+            of = lambda lap: shared | {"scale": shared["scale"].at[pl.ds(lax.rem(lap, 2) * self.tiles, self.tiles)]}
+            lines.wait(self.interpret)
+            digit_products.meet(self.interpret)
+
+            @pl.when(lap + 1 < laps)
+            def _() -> None:
+                self.bring_scales(scale_GN, self.begins(after(lap + 1)), own, (turn_of, self.split), of(lap + 1))
+
+            total = self.total(team, mine, copy, of(lap), lap, laps)
+            finish = lambda: self.finish(after(lap), own, outs, of(lap), [], x_MK.dtype)
+            self.join(team, total, of(lap), finish)
+            return ()
+
+        lax.fori_loop(0, laps, one, ())
 
     def vectors(self, tile: Any, program: Any, beside: Sequence[Any]) -> list[jax.Array]:
         """What the end needs along columns and the copy engine does not bring, for it is too few bytes: of "add" a

@@ -95,7 +95,26 @@ class Launch(Walk):
         return next(n for n in range(least, whole + 1, _UNIT) if columns % n == 0)
 
     @property
+    def goes_on(self) -> bool:
+        """See Walk: of the output layer's many tiles each would have digits of several rows made anew."""
+        return self.kind == "logits" and self.several
+
+    @property
+    def laps(self) -> int:
+        """Times that programs have tiles, at most."""
+        return -(-self._stretches // self.programs)
+
+    def laps_of(self, program: Any) -> Any:
+        """The same of one."""
+        return (self._stretches - program + self.programs - 1) // self.programs if self.goes_on else 1
+
+    @property
     def programs(self) -> int:
+        return min(self._stretches, mosaic.MULTIPROCESSORS) if self.goes_on else self._stretches
+
+    @property
+    def _stretches(self) -> int:
+        """Of columns of each part."""
         return self.columns // (self.parts * self.span)
 
     def column(self, tile: Any) -> Any:
@@ -108,27 +127,31 @@ class Launch(Walk):
 
     @property
     def teams(self) -> int:
-        """Warpgroups. The output layer has two programs on a multiprocessor, which hide each other's ends."""
-        return 2 if self.kind == "logits" else 4
+        """Warpgroups. The output layer has two programs on a multiprocessor, which hide each other's ends, or one whose
+        warpgroups do."""
+        return 2 if self.kind == "logits" and not self.goes_on else 4
 
     @property
     def neighbours(self) -> int:
         """See Walk."""
-        if self.kind != "logits" or self.rows > 8:
+        if self.kind != "logits" or self.rows > 8 or self.goes_on:
             return 1
         least = 2 * self.stage(2 if self.paired else 1) if self.integers else self.stage(1)
         return 2 if mosaic.room(self.beside(jnp.bfloat16), 2) >= self.teams * least else 1
 
     @property
     def takes_integers(self) -> bool:
-        """Whether rows are one that is multiplied as integers: where these leave as many programs to a multiprocessor,
-        and a ring two steps, or all that there are, and two thirds of its weights."""
-        if self.shape[0] > 1 or self.shape[1] > _MOST_INTEGERS or self.dtype not in digits.KINDS:
+        """Whether rows are so few that they are multiplied as integers: where these leave as many warpgroups to a
+        multiprocessor, and rings two steps, or all that there are, and two thirds of their weights. Where
+        warpgroups share columns, those of several rows take longer to make than they save."""
+        if self.shape[0] > digits.TOGETHER or self.shape[1] > _MOST_INTEGERS or self.dtype not in digits.KINDS:
             return False
         kernel = dataclasses.replace(self, integers=True)
+        if kernel.split != self.split or (kernel.several and kernel.split > 1):
+            return False
         room = kernel.budget >= min(2, kernel.steps) * kernel.teams * kernel.stage(kernel.depth)
-        as_many = kernel.neighbours == self.neighbours
-        return room and as_many and 3 * kernel.stages * kernel.depth >= 2 * self.stages * self.depth
+        teams, before = kernel.teams * kernel.neighbours, self.teams * self.neighbours
+        return room and teams == before and 3 * kernel.stages * kernel.depth >= 2 * self.stages * self.depth
 
     @property
     def early(self) -> int:

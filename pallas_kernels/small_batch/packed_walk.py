@@ -3,8 +3,8 @@
 A tile is two stretches of 32 columns, or 32 columns of which two warps have the even blocks of 128 inputs and two the
 odd ones. A warpgroup has a tile, or several share one and take turns at its inputs. Each has a ring of its own, expands
 a block in registers and multiplies it by the rows (`unpack`). A block's sums are scaled and added in float32, a
-warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows. One
-row may be multiplied as integers instead (`digits`), whose blocks half of the warps may have by twos. Where rows are
+warpgroup's blocks in their order, then the warpgroups', then even and odd: the same whatever the number of rows. Up to
+four may be multiplied as integers instead (`digits`), whose blocks half of the warps may have by twos. Where rows are
 normed before, their division by the root mean square comes after the product.
 
 Owns the rings, the loop, the sums and the mean squares. Must not know what stands after a product.
@@ -60,7 +60,7 @@ class Walk:
     Attributes:
       dtype: of the values, as `Packed.kind`. shape: (M, K) of the rows, the most that a program has. columns: of the
         kernel. groups: of scales. interpret: whether registers are pretended.
-      integers: whether the row, which is alone, is multiplied as integers.
+      integers: whether the rows, up to four, are multiplied as integers.
       eps: of the norm before, over `squares` tiles of `width` features; None where there is none.
     """
 
@@ -94,6 +94,11 @@ class Walk:
         """Programs that shall fit into a multiprocessor's shared memory."""
         return 1
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether programs have tiles after those that they begin with, each warpgroup its own."""
+        return False
+
     def beside(self, rows_dtype: Any) -> dict[str, Any]:
         """What is in shared memory besides the rings."""
         raise NotImplementedError
@@ -119,20 +124,31 @@ class Walk:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one row, which lies in shared memory whole."""
+        """Whether rows do not come with weights: one that lies in shared memory whole, or integers of several."""
         return self.integers or (self.shape[0] == 1 and self.shape[1] <= _ALONE)
 
     @property
     def own_row(self) -> bool:
-        """Whether a warpgroup needs but a part of the row as integers: it makes them for itself."""
+        """Whether a warpgroup needs but a part of each row as integers: it makes them for itself."""
         return self.integers and self.tiles == 1
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several rows of integers: threads read what they make them of."""
+        return self.integers and self.shape[0] > 1
+
     def row_share(self, team: Any, turn: Any = 0) -> digits.Share:
-        """Of a row alone a warpgroup's."""
+        """Of rows that are integers a warpgroup's, or of one alone."""
         if self.own_row:
-            return digits.Share(team, self.split, self.unit * (2 // self.parts), turn)
+            return digits.Share(team, self.split, self.unit * (2 // self.parts), turn, self.shape[0])
         each = min(digits.AT_ONCE, -(-self.shape[1] // (BLOCK * self.teams)))
-        return digits.Share(team, self.teams, each, turn)
+        return digits.Share(team, self.teams, each, turn, self.shape[0])
+
+    def read_rows(self, source: Any, team: Any) -> Any:
+        """What a warpgroup makes digits of, in registers, of several rows."""
+        if self.several:
+            return digit_products.read(self.by_digits, source, self.row_share(team), interpret=self.interpret)
+        return None
 
     def make_share(self, team: Any, turn: Any, shared: dict[str, Any]) -> None:
         """Makes a turn of a warpgroup's digits of a row alone."""
@@ -160,7 +176,9 @@ class Walk:
 
     def _step_of(self, depth: int) -> digits.Step:
         pieces = 0 if self.once else self.pieces
-        return digits.Step(kind=self.dtype, depth=depth, parts=self.parts, pieces=pieces, paired=self.paired)
+        return digits.Step(
+            kind=self.dtype, depth=depth, parts=self.parts, pieces=pieces, paired=self.paired, rows=self.shape[0]
+        )
 
     @property
     def pieces(self) -> int:
@@ -226,7 +244,7 @@ class Walk:
         scale = jnp.int32 if unpack.has_words(self.dtype) else F32
         out: dict[str, Any] = {
             "sums": plgpu.SMEM((self.slots, unpack.ROWS, self.rows), F32),
-            "scale": plgpu.SMEM((self.tiles, self.parts, self.groups, COLUMNS), scale),
+            "scale": plgpu.SMEM(((1 + self.goes_on) * self.tiles, self.parts, self.groups, COLUMNS), scale),
         }
         if self.split > 1:
             arrivals = self.split // 2
@@ -234,11 +252,11 @@ class Walk:
         return out
 
     def whole_row(self, rows_dtype: Any) -> dict[str, Any]:
-        """What of `beside` a row that is alone needs."""
+        """What of `beside` rows need that do not come with weights."""
         if not self.alone:
             return {}
         blocks = self.shape[1] // BLOCK
-        out: dict[str, Any] = {"x": plgpu.SMEM((blocks, BLOCK), rows_dtype)}
+        out: dict[str, Any] = {} if self.several else {"x": plgpu.SMEM((blocks, BLOCK), rows_dtype)}
         if self.integers:
             out |= digits.scratch(self._step_of(1), blocks)
             if not self.own_row or self.eps is not None:
@@ -246,18 +264,29 @@ class Walk:
                 out[name] = plgpu.Barrier(num_barriers=1, num_arrivals=self.teams)
         return out
 
-    def make_digits(self, team: Any, shared: dict[str, Any]) -> None:
-        """Each warpgroup a share of the digits of a row that is alone, of what its threads have brought."""
+    def make_digits(self, team: Any, source: Any, words: Any, shared: dict[str, Any]) -> None:
+        """Each warpgroup a share of the digits, of what its threads have brought, or of `read_rows`."""
         if not self.integers:
             return
-        digit_products.meet(self.interpret)
-        self.make_share(team, 0, shared)
-        if self.own_row:  # the rest while weights come
+        if self.several:
+            refs = shared["digits"], shared["factors"], self.row_share(team)
+            digit_products.make_all(self.by_digits, source, words, *refs, interpret=self.interpret)
+        else:
             digit_products.meet(self.interpret)
-            return
-        for turn in range(1, self.row_share(team).turns(self.shape[1] // BLOCK)):
-            self.make_share(team, turn, shared)
-        plgpu.barrier_arrive(shared["made"].at[0])
+            self.make_share(team, 0, shared)
+            turns = 1 if self.own_row else self.row_share(team).turns(self.shape[1] // BLOCK)
+            for turn in range(1, turns):  # of its own row a warpgroup makes the rest while weights come
+                self.make_share(team, turn, shared)
+        if self.own_row:
+            digit_products.meet(self.interpret)
+        else:
+            plgpu.barrier_arrive(shared["made"].at[0])
+
+    @staticmethod
+    def wait_digits(shared: dict[str, Any]) -> None:
+        """Returns when all warpgroups' digits are there; once."""
+        if "made" in shared:
+            plgpu.barrier_wait(shared["made"].at[0])
 
     @property
     def sharers(self) -> int:
@@ -340,14 +369,18 @@ class Walk:
             source, target = scale_GN.at[:, pl.ds(begin, COLUMNS)], shared["scale"].at[own, part]
             lines.copy(source, target, *share, interpret=self.interpret)
 
-    def total(self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any]) -> jax.Array:
-        """A warpgroup's sums, float32 [64, rows] in `layout_of_sums`; `copy` brings a step into a slot."""
+    def total(
+        self, team: Any, mine: Any, copy: Callable[[Any, Any], None], shared: dict[str, Any], lap: Any = 0,
+        laps: Any = 1,
+    ) -> jax.Array:  # fmt: skip
+        """A warpgroup's sums, float32 [64, rows] in `layout_of_sums`; `copy` brings a step of the ring's life into a
+        slot, which is that of so many tiles one after the other (laps)."""
         own, turn_of, rows = team // self.split, lax.rem(team, self.split), self.rows
-        scales = shared["scale"].at[own]
+        scales, before, every = shared["scale"].at[own], lap * mine, laps * mine
 
         def step(turn: Any, total: jax.Array) -> jax.Array:
-            slot = team * self.stages + lax.rem(turn, self.stages)
-            if self.own_row:
+            slot = team * self.stages + lax.rem(before + turn, self.stages)
+            if self.own_row and not self.several:
                 self.make_ahead(team, turn, shared)
             plgpu.barrier_wait(shared["full"].at[slot])
             if self.integers:
@@ -364,14 +397,14 @@ class Walk:
             if self.interpret:  # its reads are not those of a warpgroup that meets before it asks
                 plgpu.commit_smem()
 
-            @pl.when(turn + self.stages < mine)
+            ahead = before + turn + self.stages
+
+            @pl.when(ahead < every)
             def _() -> None:
-                copy(turn + self.stages, slot)
+                copy(ahead, slot)
 
             return total
 
-        if "made" in shared:
-            plgpu.barrier_wait(shared["made"].at[0])
         width = digits.TOGETHER if self.integers else rows
         start = plgpu.layout_cast(jnp.zeros((unpack.ROWS, width), F32), self.layout_of_sums)
         return lax.fori_loop(0, mine, step, start)

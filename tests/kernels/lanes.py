@@ -81,7 +81,10 @@ class Warpgroup:
             getelementptr=lambda base, at, kind: base + at[0] * np.uint32(np.dtype(_DTYPES[kind]).itemsize),
             bitwidth=lambda kind: 8 * np.dtype(_DTYPES[kind]).itemsize,
         )  # fmt: skip
-        layouts = SimpleNamespace(WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, FragmentedArray=lambda _registers, **_: _registers)
+        layouts = SimpleNamespace(
+            WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, WGStridedFragLayout=mgpu.WGStridedFragLayout,
+            FragmentedArray=lambda _registers, **_: _registers,
+        )  # fmt: skip
         for name, own in dict(ir=types, arith=arith, llvm=llvm, vector=vector, utils=utils, mgpu=layouts).items():
             if hasattr(module, name):
                 patch.setattr(module, name, own)

@@ -238,8 +238,8 @@ def test_kernels_of_packed_weights_agree_with_xla(product: str, name: str, m: in
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g128", "int4-g128-zeros", "fp8-block", "int8-zeros"])
-def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Where these have room, unless its bits shall be those of more rows."""
+def test_up_to_four_rows_are_multiplied_as_integers(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Where these have room, unless their bits shall be those of more rows; where warpgroups share columns one is."""
     launched: list[Any] = []
 
     def launch(kernel: Any, outs: Any, *_: Any, **__: Any) -> list[jax.Array]:
@@ -248,11 +248,13 @@ def test_one_row_is_multiplied_as_integers(name: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(mosaic, "launch", launch)
     weight = pack(*kernel(name, 512, 128))
-    for m in (1, 2, 16):
+    for m in (1, 4, 5):
         for own in (weight, dataclasses.replace(weight, invariant=True)):
-            gpu_packed.multiply(normal(0, m, 512), own)
+            gpu_packed.logits(normal(0, m, 512), own)
+        gpu_packed.add(normal(0, m, 512), weight, normal(2, m, 128), normal(3, 128))
     served = name in ("int8", "int4-g128", "int4-g128-zeros")
-    assert [own.integers for own in launched] == [served, *[False] * 5]
+    wanted = [(True, False, True), (True, False, False), (False,) * 3]
+    assert [own.integers for own in launched] == [served and own for each in wanted for own in each]
     for width, groups in ((12288, 192), (28672, 1)):
         tight = packed_launch.Launch(kind="swiglu", dtype="int4", shape=(1, width), columns=4096, groups=groups)
         assert not tight.takes_integers
@@ -270,7 +272,9 @@ def test_integers_of_a_long_row_are_made_while_weights_come(name: str):
 
 
 @hopper.interpreted
-@pytest.mark.parametrize(("m", "biased", "normed"), [(1, False, True), (16, True, True), (3, True, False)])
+@pytest.mark.parametrize(
+    ("m", "biased", "normed"), [(1, False, True), (16, True, True), (3, True, False), (4, False, True)]
+)
 def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, biased: bool, normed: bool):
     """Those that no norm follows read rows as they are."""
     weight, wide = pack(*kernel("int4-g128", 512, 4 * C)), reference.begin(normal(0, m, 512), normal(1, 512))
@@ -282,14 +286,29 @@ def test_heads_of_packed_weights_with_norms_and_biases_agree_with_xla(m: int, bi
 
 
 @hopper.interpreted
-def test_other_kernels_of_packed_weights_agree_with_xla():
+@pytest.mark.parametrize("name", ["int4-g128", "int8"])
+def test_programs_of_the_output_layer_go_on_with_other_columns(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Where there are digits of several rows; one program of two has two stretches of columns, the other three."""
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
-    wide, weight = reference.begin(normal(0, 1, 512), normal(1, 512)), pack(*kernel("int4-g128", 512, 128))
-    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), 1)
+    weight, x = pack(*kernel(name, 512, 5 * 128)), normal(0, 3, 512)
+    own = packed_launch.Launch(
+        kind="logits", dtype=weight.kind, shape=(3, 512), columns=5 * 128, groups=weight.groups, integers=True
+    )
+    assert own.goes_on and (own.programs, own.laps, own.laps_of(0), own.laps_of(1)) == (2, 3, 3, 2)
+    close(gpu_packed.logits(x, weight, interpret=params), reference.logits(x, weight), 3)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("m", [1, 4])
+def test_other_kernels_of_packed_weights_agree_with_xla(m: int):
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    wide, weight = reference.begin(normal(0, m, 512), normal(1, 512)), pack(*kernel("int4-g128", 512, 128))
+    close(gpu.project(wide, weight, EPS, interpret=params), reference.project(wide, weight, EPS), m)
     for gates in (64, 128):  # two warpgroups a tile, and one
         both = pack(*kernel("int4-g128", 512, 2 * gates))
-        close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), 1)
-    close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), 1)
+        close(gpu.swiglu(wide, both, EPS, interpret=params), reference.swiglu(wide, both, EPS), m)
+    close(gpu_packed.logits(wide.h_ME, weight, interpret=params), reference.logits(wide.h_ME, weight), m)
 
 
 def test_more_multiprocessors_have_a_program_where_tiles_overlap():

@@ -105,6 +105,17 @@ def few_bits(form: Any, m: int, of: Any, *, invariant: bool = True) -> Any:
     return [*found, stream, hidden, last, of.logits(last.h_ME, kernel(E, F))]
 
 
+def by_digits(form: Any, m: int, of: Any) -> Any:
+    """What several rows are multiplied as integers for: heads as they are, biased, and normed besides, gate and up, and
+    the output layer."""
+    own, found = rows(m), []
+    biased = {"bias": normal(10, C * sum(COUNTS))}
+    kernel = functools.partial(few, *form, 20, invariant=False)
+    for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
+        found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
+    return [*found, of.swiglu(own["stream"], kernel(E, 2 * F), EPS), of.logits(own["stream"].h_ME, kernel(E, F))]
+
+
 def in_order(m: int, of: Any, *, invariant: bool = True) -> Any:
     """A layer's four in 4 bits with zero points, their inputs in another order each."""
     own, kernel = rows(m), functools.partial(few, jnp.int4, 128, True, 20, order=True, invariant=invariant)
@@ -157,7 +168,9 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
         # By wgmma from 16 rows on, in steps of two blocks and of one.
         *(pytest.param(functools.partial(few_bits, form), gpu, reference, (1, 4, 16, 24, 32), id=f"few_bits-{name}")
           for form, name in zip(FORMATS + SMALL, NAMES, strict=True)),
-        # One row as integers.
+        # Up to four rows as integers, and one where a residual is added.
+        *(pytest.param(functools.partial(by_digits, form), gpu, reference, (1, 2, 3, 4), id=f"digits-{name}")
+          for form, name in zip(FORMATS + SMALL, NAMES, strict=True) if "float" not in name),
         *(pytest.param(functools.partial(few_bits, form, invariant=False), gpu, reference, (1,), id=f"integers-{name}")
           for form, name in zip(FORMATS + SMALL, NAMES, strict=True) if "float" not in name),
         (in_order, gpu, reference, (1, 4, 16, 32)),
