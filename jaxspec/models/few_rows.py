@@ -35,6 +35,7 @@ from pallas_kernels.small_batch import (
     experts,
     gpu,
     gpu_experts,
+    gpu_norms,
     gpu_packed_experts,
     gpu_router,
     packed,
@@ -108,7 +109,7 @@ class FewRows:
             h_ME = stream.h_ME
             streams.append(h_ME[:m].reshape(b, n, e))
         assert isinstance(stream, Stream)
-        return [*streams, reference.normed(stream, gains[-1], eps)[:m].reshape(b, n, e)]
+        return [*streams, ways.normed(stream, gains[-1], eps)[:m].reshape(b, n, e)]
 
     def _heads(
         self, ways: _Ways, attn: Attention, stream: Stream | jax.Array, rope: Tables, tables_2CR: jax.Array,
@@ -129,6 +130,18 @@ class FewRows:
         q, k, v = (part.reshape(b, n, -1, c) for part in parts)
         q, k = (q, k) if norms is None else (norms[0](q), norms[1](k))
         return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def norms(
+        self, norms: Sequence[RMSNorm], rows: Sequence[jax.Array], tokens_BN: jax.Array | None = None
+    ) -> jax.Array:  # fmt: skip
+        """See layers.LayerRunner."""
+        shape = rows[0].shape[:-1] if tokens_BN is None else tokens_BN.shape
+        ids = [None if tokens_BN is None else tokens_BN.reshape(-1), *[None] * len(rows[1:])]
+        parts = [
+            reference.NormedPart(x.reshape(-1, x.shape[-1]), _gain(norm), own)
+            for norm, x, own in zip(norms, rows, ids, strict=True)
+        ]
+        return _Ways(self.implementation == "gpu", 1, BY_XLA).norms(parts, norms[0].eps).reshape(*shape, -1)
 
     def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
         """See layers.LayerRunner."""
@@ -210,6 +223,15 @@ class _Ways:
             return reference.begin((h_ME.astype(jnp.float32) + y.astype(jnp.float32)).astype(h_ME.dtype), gain_E)
 
         return self.each(parts, 1, 0, None, None, None)(x_MK, kernel, h_ME, gain_E)
+
+    def norms(self, parts: Sequence[reference.NormedPart], eps: float) -> jax.Array:
+        kernels = self.kernels and gpu_norms.refusal(parts[0].rows.shape[-1]) is None
+        return self.each(lambda parts: (gpu_norms if kernels else reference).norms(parts, eps), None, None)(parts)
+
+    def normed(self, stream: Stream, gain_E: jax.Array, eps: float) -> jax.Array:
+        if self.kernels:
+            return self.norms([reference.NormedPart(stream.h_ME, gain_E)], eps)
+        return reference.normed(stream, gain_E, eps)
 
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""

@@ -377,6 +377,16 @@ class LayerRunner(Protocol):
         """
         ...
 
+    def norms(
+        self, norms: Sequence[RMSNorm], rows: Sequence[jax.Array], tokens_BN: jax.Array | None = None, /
+    ) -> jax.Array:  # fmt: skip
+        """Norms of rows [B, N, E] by one each, side by side [B, N, len(norms) * E].
+
+        Args:
+          tokens_BN: the first of `rows` is a table [V, E], of which it has these rows.
+        """
+        ...
+
     def logits(self, model: Any, hidden_BNE: jax.Array, /) -> jax.Array | None:
         """Float32 logits of what was normed, or None where the output layer runs as it always does."""
         ...

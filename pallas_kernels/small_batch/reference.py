@@ -34,6 +34,18 @@ class Stream(NamedTuple):
     squares_TR: jax.Array
 
 
+class NormedPart(NamedTuple):
+    """Rows that are normed.
+
+    Attributes:
+      rows: [M, E], or a table [V, E]. gain_E: of the norm, in their type. ids_M: int32, the table's rows; None: all.
+    """
+
+    rows: jax.Array
+    gain_E: jax.Array
+    ids_M: jax.Array | None = None
+
+
 def padded(m: int) -> int:
     """Columns of a stream's squares: whole groups of 8, and beyond 32 rows of 128, a thread of a warpgroup for each."""
     return round_up(m, 8 if m <= FEW_ROWS else 128)
@@ -76,6 +88,18 @@ def normed(stream: Stream, gain_E: jax.Array, eps: float) -> jax.Array:
         total = total + stream.squares_TR[tile, :m]
     scale = jax.lax.rsqrt(total / e + eps)
     return (stream.h_ME.astype(jnp.float32) * scale[:, None]).astype(stream.h_ME.dtype) * gain_E[None, :]
+
+
+def norms(parts: Sequence[NormedPart], eps: float) -> jax.Array:
+    """RMS norms [M, E each] of parts of one width and type, side by side."""
+
+    def norm(part: NormedPart) -> jax.Array:
+        x = part.rows if part.ids_M is None else jnp.take(part.rows, part.ids_M, axis=0, mode="clip")
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return (wide * scale).astype(x.dtype) * part.gain_E[None, :]
+
+    return jnp.concatenate([norm(part) for part in parts], axis=-1)
 
 
 def normed_product(stream: Stream, kernel: jax.Array | Packed, eps: float) -> jax.Array:

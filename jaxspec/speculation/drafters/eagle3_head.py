@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -207,12 +208,17 @@ class Eagle3Head(nnx.Module):
           (un-normed, or normed with `norm_output`); of the rows that are `answered`.
         """
         cfg = self.config
-        rope = rotary_tables(cfg.layer, positions_BN)
-        normed_BNE = self.hidden_norm(feature_BNE)
+        rope, few = rotary_tables(cfg.layer, positions_BN), self._few(tokens_BN.size)
+        if few is None:
+            normed_BNE = self.hidden_norm(feature_BNE)
+            both = jnp.concatenate([self.input_norm(self.embed(tokens_BN)), normed_BNE], axis=-1)
+        else:
+            table_VE = self.embedding[...]
+            both = few.norms([self.input_norm, self.hidden_norm], [table_VE, feature_BNE], tokens_BN)
+            normed_BNE = both[..., cfg.hidden_size :]
         residual_BNE = normed_BNE if cfg.norm_before_residual else feature_BNE
-        both = jnp.concatenate([self.input_norm(self.embed(tokens_BN)), normed_BNE], axis=-1)
-        if self.few_rows is not None and tokens_BN.size <= self.few_rows.most:
-            *_, hidden_BNE, out_BNE = self.few_rows.blocks(self.blocks, self.norm, residual_BNE, [rope], attend, both)
+        if few is not None:
+            *_, hidden_BNE, out_BNE = few.blocks(self.blocks, self.norm, residual_BNE, [rope], attend, both)
             return out_BNE if cfg.norm_output else hidden_BNE
         out_BNE = self.attn(both, rope, attend, 0)
         hidden_BNE = answered(attend, 0, residual_BNE)
@@ -224,10 +230,15 @@ class Eagle3Head(nnx.Module):
             hidden_BNE = layer(hidden_BNE, rope, attend, i)
         return self.norm(hidden_BNE) if cfg.norm_output else hidden_BNE
 
+    def _few(self, rows: int) -> LayerRunner | None:
+        """How layers run that have so many rows, if not as they always do."""
+        return self.few_rows if self.few_rows is not None and rows <= self.few_rows.most else None
+
     def logits(self, hidden_BNE: jax.Array) -> jax.Array:
         """Float32 logits over the draft vocabulary, [B, N, Vd], of what `__call__` returned."""
         if not self.config.norm_output:
-            hidden_BNE = self.norm(hidden_BNE)
+            few = self._few(math.prod(hidden_BNE.shape[:-1]))
+            hidden_BNE = self.norm(hidden_BNE) if few is None else few.norms([self.norm], [hidden_BNE])
         logits_BNV = None if self.few_rows is None else self.few_rows.logits(self, hidden_BNE)
         if logits_BNV is not None:
             return logits_BNV
