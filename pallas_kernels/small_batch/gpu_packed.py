@@ -69,7 +69,8 @@ class Kernel(Launch):
             self.bring_row(x_MK, shared["x"], team)
         if norm is not None:
             self.bring(norm, shared["squares"], team)
-        self.fill(team, mine * laps, copy_rows, end=self.early)
+        self.bring_rows(x_MK, team, mine, turn_of, shared)
+        self.fill(team, mine * laps, copy_rows, begin=self.ahead, end=self.early)
         vectors = self.vectors(tile, program, beside)  # in registers before they are needed
         pl.when(turn_of == 1 % self.split)(lambda: self.copy_tables(tile, own, beside, rows, shared))
         if self.own_row:  # others' scales, but no more of the row than its own
@@ -77,7 +78,9 @@ class Kernel(Launch):
             lines.wait(self.interpret, committed=True)
             plgpu.barrier_arrive(shared["there"].at[0])
         lines.wait(self.interpret)
-        self.fill(team, mine * laps, copy, begin=self.early)
+        self.rows_came(team, mine, shared)
+        self.fill(team, mine * laps, copy_weights, begin=self.early, end=self.ahead)
+        self.fill(team, mine * laps, copy, begin=max(self.early, self.ahead))
         if not self.own_row:
             plgpu.barrier_arrive(shared["there"].at[0])
         elif norm is not None:

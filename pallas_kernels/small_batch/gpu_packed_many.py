@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import overlap
 from pallas_kernels.sizes import round_up
-from pallas_kernels.small_batch import gpu, mosaic, packed, unpack
+from pallas_kernels.small_batch import gpu, mosaic, packed, packed_launch, unpack
 from pallas_kernels.small_batch.mosaic import F32, SUMS, flipped, load
 from pallas_kernels.small_batch.packed import BLOCK, FLOAT4, Packed
 
@@ -31,6 +31,8 @@ _COLUMNS, _TEAMS = unpack.ROWS, 2
 #: Rows of a tile: two sums [64, rows] of a warpgroup fit into its registers.
 _MOST_ROWS = 128
 _MAX_STAGES = 6
+#: Rows up to which the kernel for few of them is tried.
+_FEW_ROWS = 8
 #: Registers of a thread that copies, and of one that multiplies.
 FEW, MANY = 40, 232
 #: Programs that may share the inputs of a tile. What it costs, in bytes that a multiprocessor reads in that time (of
@@ -225,11 +227,22 @@ def product(x_MK: jax.Array, weight: Packed, dtype: DTypeLike, *, interpret: Any
 
 
 def multiply(x_MK: jax.Array, weight: Packed, dtype: DTypeLike) -> jax.Array:
-    """Rows times a packed kernel, [M, N] in `dtype`: by the kernel where it is compiled for a GPU and serves them."""
+    """Rows times a packed kernel, [M, N] in `dtype`: by a kernel where it is compiled for a GPU and one serves them."""
     plain = lambda x, w: packed.product(x, w).astype(dtype)
     if x_MK.dtype != jnp.bfloat16 or gpu.too_old() or refusal(weight):
         return plain(x_MK, weight)
-    return lax.platform_dependent(x_MK, weight, cuda=lambda x, w: product(x, w, dtype), default=plain)
+    few = x_MK.dtype == dtype and _takes_few(x_MK.shape[0], weight)
+    own = gpu.multiply if few else lambda x, w: product(x, w, dtype)
+    return lax.platform_dependent(x_MK, weight, cuda=own, default=plain)
+
+
+def _takes_few(rows: int, weight: Packed) -> bool:
+    """Whether the kernel for few rows is faster: where inputs are many and outputs few (a head's fc: 12,288 x 4,096),
+    here several programs would share the inputs, for XLA to add up what they find."""
+    (k, n), groups = weight.shape, weight.groups
+    if rows > _FEW_ROWS or k < 2 * n or packed.refusal(weight.values.dtype, weight.shape, groups):
+        return False
+    return packed_launch.room_refusal("project", weight.kind, weight.shape, groups) is None
 
 
 def _shares(tiles: int, rows: int, k: int, n: int, row_bytes: int) -> int:

@@ -16,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.small_batch import unpack
+
 #: Bytes of a line, and threads of a warpgroup.
 _LINE, _LANES = 16, 128
 _COPY = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
@@ -54,6 +56,20 @@ def copy(source: Any, target: Any, number: Any, of: int, *, each: int | None = N
     )
 
 
+def copy_rows(source: Any, target: Any, *, interpret: bool) -> None:
+    """Asks for up to 8 rows as mma reads them; who waits for them sooner than for the copy engine's.
+
+    Args:
+      source: of global memory, bfloat16 [M, W], W a multiple of 64.
+      target: of shared memory, [8, W] with `unpack.rows_transforms`: of rows beyond M it keeps what it had.
+    """
+    if interpret:
+        target[: source.shape[0]] = source[...]
+        return
+    args = plgpu.RefType(), plgpu.RefType(unpack.rows_transforms())
+    plgpu.inline_mgpu(arg_types=args)(_copy_rows)(source, target)
+
+
 def commit(interpret: bool) -> None:
     """What the thread has asked for so far can be waited for by itself."""
     if not interpret:
@@ -88,6 +104,27 @@ def _copy(_: Any, source: Any, target: Any, number: Any, *, of: int, each: int =
         at = arith.addi(arith.muli(row, c(pitch * size)), arith.muli(line, c(_LINE)))
         there = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, i, c(height * across)))
         args = [arith.addi(to, arith.muli(i, c(_LINE))), arith.addi(base, arith.extui(i64, at)), there]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), args, _COPY, "r,l,r,~{memory}", has_side_effects=True)
+
+
+def _copy_rows(_: Any, source: Any, target: Any) -> None:
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    c = lambda value: arith.constant(i32, value)
+    kind = ir.MemRefType(source.type)
+    (height, width), ((pitch, _), _) = kind.shape, kind.get_strides_and_offset()
+    across, per = width * 2 // _LINE, 128 // _LINE  # lines of a row, and of 64 inputs of it
+    base, to = llvm.ptrtoint(i64, utils.memref_ptr(source)), llvm.ptrtoint(i32, utils.memref_ptr(target))
+    thread = arith.remui(utils.thread_idx(), c(_LANES))
+    for begin in range(0, height * across, _LANES):
+        i = arith.addi(thread, c(begin))
+        row, line = arith.divui(i, c(across)), arith.remui(i, c(across))
+        tile, piece = arith.divui(line, c(per)), arith.xori(arith.remui(line, c(per)), row)
+        place = arith.addi(
+            arith.muli(tile, c(8 * 128)), arith.addi(arith.muli(row, c(128)), arith.muli(piece, c(_LINE)))
+        )
+        at = arith.addi(arith.muli(row, c(pitch * 2)), arith.muli(line, c(_LINE)))
+        there = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, i, c(height * across)))
+        args = [arith.addi(to, place), arith.addi(base, arith.extui(i64, at)), there]
         llvm.inline_asm(ir.Type.parse("!llvm.void"), args, _COPY, "r,l,r,~{memory}", has_side_effects=True)
 
 

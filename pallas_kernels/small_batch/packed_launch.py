@@ -155,7 +155,7 @@ class Launch(Walk):
 
     @property
     def early(self) -> int:
-        """Steps of a ring whose weights are asked for before the kernel before has ended."""
+        """See Walk."""
         step = self.teams * self.depth * unpack.ROWS * unpack.row_bytes(self.dtype)
         return max(1, min(self.stages, _EARLY // step)) if overlap.overlaps(self.interpret) else 0
 

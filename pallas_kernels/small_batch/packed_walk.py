@@ -39,6 +39,8 @@ _WIDE = 16
 #: Inputs up to which one row lies in shared memory whole, as integers a longer one, too; else it comes with weights,
 #: for all would wait for it.
 _ALONE = 4096
+#: Rows that threads bring, for the first steps.
+_FEW = 8
 #: Lines of a block of one row (see lines).
 _LINES = BLOCK * 2 // 16
 
@@ -218,6 +220,17 @@ class Walk:
         return max(1, min(_MAX_STAGES, self.budget // (self.stage(self.depth) * self.teams), self.steps))
 
     @property
+    def ahead(self) -> int:
+        """Steps whose rows threads bring, of up to 8: they come sooner than by the copy engine, and all wait for the
+        first ones."""
+        return min(self.stages, max(self.early, 1)) if not self.alone and self.shape[0] <= _FEW else 0
+
+    @property
+    def early(self) -> int:
+        """Steps of a ring whose weights are asked for before the kernel before has ended."""
+        return 0
+
+    @property
     def slots(self) -> int:
         """Of sums: half of a tile's warpgroups leave theirs to the other half."""
         return self.tiles * max(1, self.split // 2)
@@ -348,6 +361,26 @@ class Walk:
             @pl.when(turn < mine)
             def _(turn: int = turn) -> None:
                 copy(jnp.int32(turn), team * self.stages + turn)
+
+    def bring_rows(self, source: Any, team: Any, mine: Any, turn_of: Any, shared: dict[str, Any]) -> None:
+        """Asks for up to 8 rows of a warpgroup's first steps."""
+        for turn in range(self.ahead):
+
+            @pl.when(turn < mine)
+            def _(turn: int = turn) -> None:
+                x = source.at[:, self.stretch(jnp.int32(turn), turn_of)]
+                lines.copy_rows(x, shared["x"].at[team * self.stages + turn], interpret=self.interpret)
+
+    def rows_came(self, team: Any, mine: Any, shared: dict[str, Any]) -> None:
+        """What the copy engine says of rows that it brings, of those that its threads have."""
+        if not self.ahead:
+            return
+        digit_products.meet(self.interpret)
+        for turn in range(self.ahead):
+
+            @pl.when(turn < mine)
+            def _(turn: int = turn) -> None:
+                plgpu.barrier_arrive(shared["full"].at[team * self.stages + turn])
 
     def bring_row(self, source: Any, target: Any, team: Any) -> None:
         """Asks for a warpgroup's share of a row that is alone."""

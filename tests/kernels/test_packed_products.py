@@ -422,6 +422,12 @@ def test_inputs_are_shared_where_programs_are_too_few():
     assert shares(40, 4096, 6144) > 1 and shares(1024, 14336, 4096) == 1
 
 
+def test_few_rows_of_many_inputs_are_multiplied_by_the_kernel_for_few():
+    takes = lambda rows, k, n: gpu_packed_many._takes_few(rows, pack(*kernel("int4-g128", k, n)))
+    assert [takes(m, 512, 128) for m in (2, 8, 16)] == [True, True, False]
+    assert not takes(4, 256, 192) and not takes(4, 384, 64)  # of no half of which mma could be given blocks
+
+
 def test_mxfp4_and_float32_rows_are_multiplied_by_xla():
     codes = np.random.default_rng(0).integers(0, 16, (256, 64), np.uint8)
     weight = jax.jit(packed.pack_float4)(codes, np.full((8, 64), 127, np.uint8))

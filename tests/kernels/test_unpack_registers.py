@@ -195,6 +195,23 @@ def test_shares_of_lines_are_the_whole(
         assert sorted(group.copied) == [x for i, x in enumerate(shares) if i // each % of == number]
 
 
+@pytest.mark.parametrize(("rows", "width"), [(4, 512), (3, 128), (8, 1024)])
+def test_rows_lie_as_mma_reads_them(rows: int, width: int, monkeypatch: pytest.MonkeyPatch):
+    group, pitch = Warpgroup(0), 4096
+    group.install(monkeypatch, lines)
+    lines._copy_rows(None, Ref((rows, width), "bf16", 512, pitch), Ref((8, width), "bf16", 2048))
+    image = swizzled(
+        np.arange(8 * width, dtype=np.uint16).reshape(8, width // 64, 64).transpose(1, 0, 2).view(np.uint8)
+    )
+    first = image.reshape(-1, 16)[:, :2].copy().view(np.uint16)[:, 0]  # which value a line begins with
+    want = [
+        (2048 + 16 * i, 512 + value // width * pitch * 2 + value % width * 2)
+        for i, value in enumerate(first.tolist())
+        if value < rows * width
+    ]
+    assert sorted(group.copied) == want
+
+
 def _whole(registers: np.ndarray, rows: int) -> np.ndarray:
     """[64, rows] of what threads have of it: [8 rows, half of 16 columns] of two values."""
     found = np.zeros((64, rows), np.float32)
