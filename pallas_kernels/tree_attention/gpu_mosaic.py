@@ -64,10 +64,6 @@ def refusal(args: TreeAttentionArgs) -> str | None:
         return f"query heads must be a multiple of {each}, got {q.shape[2]}"
     if args.factor <= 0:
         return f"scale must be positive, got {args.factor}"
-    if args.window is not None and (args.tree_mask_BNT is not None or args.offset_BN is not None):
-        return "a window and a mask or offsets"
-    if args.soft_cap is not None:
-        return "a soft cap"
     return None
 
 
@@ -375,6 +371,8 @@ def tree_attention(
     if programs is None:
         kind = device_kind().lower()
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
+    apart = args.window is not None and not (causal and args.offset_BN is None)
+    scores: dict[str, Any] = dict(soft_cap=args.soft_cap, apart=apart)
     shape = b, n, t, h, g, c, channels, page, causal, args.window, args.factor, programs, teams, interpret is not None
     capacity = args.table_BM.shape[1] * page
     # Beside the table, not added to it: layers share what is read before the kernel before has ended.
@@ -382,12 +380,16 @@ def tree_attention(
     ins["first"] = jnp.full((1,), args.first_page, _I32)
     if args.tree_mask_BNT is not None:
         ins["words"] = _words(args.tree_mask_BNT, Launch(*shape))
+    if args.window is not None and apart:
+        lowest_BN = jnp.maximum(args.length_B[:, None] + args.offsets - (args.window - 1), 0).astype(_I32)
+        ins["lowest"] = _rows(jnp.repeat(lowest_BN, h // g, axis=1), Launch(*shape))
+        ins["latest"] = lowest_BN.max(axis=1)
     sinks = None if args.sinks_H is None else args.sinks_H.astype(_F32) * LOG2E
     if members is None:
-        members = 0 if whole is not None else mosaic_near.members(Few(*shape), capacity)
+        members = 0 if whole is not None else mosaic_near.members(Few(*shape, **scores), capacity)
     shared = args.shared or Shared()
     if members:
-        few, shared.read = Few(*shape, settled=shared.read), True
+        few, shared.read = Few(*shape, settled=shared.read, **scores), True
         mosaic_near.check(few, capacity, members)
         ins["length"] = args.length_B
         if sinks is not None:
@@ -397,7 +399,8 @@ def tree_attention(
     sizes = Sizes.of(Launch(*shape), capacity, whole)
     direct = sizes.whole and Launch(*shape).tiles == 1
     key = t, sizes, args.window, causal
-    kernel = _Kernel(*shape, direct=direct, straight=sizes.straight, mixed=sizes.mixed, settled=key in shared.plans)
+    form = dict(direct=direct, straight=sizes.straight, mixed=sizes.mixed, settled=key in shared.plans)
+    kernel = _Kernel(*shape, **form, **scores)
     if key not in shared.plans:
         shared.plans[key] = *plan(args.length_B, t, sizes, args.window, causal), _arrived(args.length_B, kernel)
     items, count, ends, arrived = shared.plans[key]

@@ -129,7 +129,8 @@ class Few(Launch):
         slot, begin = team * self.stages + rem(step, self.stages), j * BLOCK
         k, v = self.slot(shared, slot)
         ends = (begin + BLOCK > length) | (begin < lowest)
-        hides = ends if self.window is None else ends | (begin < lowest + self.nodes)
+        latest = ins["latest"][b] if self.apart else lowest + self.nodes  # where the last window begins
+        hides = ends if self.window is None else ends | (begin < latest)
         plgpu.barrier_wait(shared["full"].at[slot])
 
         @pl.when(ends)
@@ -146,19 +147,29 @@ class Few(Launch):
 
         def hide(s: jax.Array) -> jax.Array:
             key = self.iota((ROWS, BLOCK), 1, SUMS)
+            old = key < length - begin
+            if self.apart:
+                first = plgpu.load(ins["lowest"].at[b, tile], layout=ROW, optimized=False)  # pyright: ignore[reportCallIssue]
+                old = old & (key >= along(first - begin))
             if self.causal:
                 row = self.iota((ROWS,), 0, ROW)
                 row = div(row, 16) * 8 + rem(row, 8) if self.spread else tile * ROWS + row
                 last = length - begin + div(row, self.group)  # where a row's own token is in the block
                 seen = key <= along(last)
-                if self.window is not None:
+                if self.apart:
+                    seen = old | (seen & (key >= length - begin))
+                elif self.window is not None:
                     seen = seen & (key > along(last - self.window))
             else:
-                seen = (key < length - begin) | self.sees(ins["words"], b, tile, key + (begin - place))
+                seen = old | self.sees(ins["words"], b, tile, key + (begin - place))
             return jnp.where(seen, s, -jnp.inf)
 
-        s = lax.cond(hides, hide, lambda s: s, self.scores(q, k))
-        scale = self.factor * LOG2E
+        s = self.scores(q, k)
+        if self.soft_cap is not None:  # as of wide attention
+            power = jnp.exp2(s * (2 * LOG2E * self.factor / self.soft_cap))
+            s = self.soft_cap - (2 * self.soft_cap) / (1.0 + power)
+        s = lax.cond(hides, hide, lambda s: s, s)
+        scale = LOG2E * (self.factor if self.soft_cap is None else 1.0)
         top = jnp.maximum(self.times(jnp.max(s, axis=1), scale, ROW), MASKED)
         p = jnp.exp2(self.scaled(s, scale, along(top)))
         if self.spread and not self.interpret:

@@ -33,10 +33,11 @@ class Launch:
     Attributes:
       batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C in whole tiles and tokens a page.
       channels: of a head in pages (mosaic_heads).
-      causal: without a mask. factor: of scores. programs: at once. teams: warpgroups of a program.
+      causal: without a mask. factor, soft_cap: of scores. programs: at once. teams: warpgroups of a program.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
       straight, mixed: see mosaic_plan.Sizes. settled: whether what is not this layer's may be read early
-        (reference.Shared).
+        (reference.Shared). apart: whether rows' windows begin where an array says, not each a token behind the last
+        one's.
     """
 
     batch: int
@@ -57,6 +58,8 @@ class Launch:
     straight: bool = False
     mixed: bool = False
     settled: bool = False
+    soft_cap: float | None = None
+    apart: bool = False
 
     @property
     def group(self) -> int:

@@ -19,6 +19,7 @@ from pallas_kernels.small_batch import (
     gpu,
     gpu_experts,
     gpu_experts_many,
+    gpu_norms,
     gpu_packed_experts,
     gpu_packed_many,
     gpu_router,
@@ -126,6 +127,15 @@ def in_order(m: int, of: Any, *, invariant: bool = True) -> Any:
     return heads, stream, hidden, last
 
 
+def side_by_side(m: int, of: Any) -> Any:
+    """Rows of a table, one of which is none of its rows, and others; and the latter by themselves."""
+    ids = jnp.arange(m, dtype=jnp.int32) * 7919 % 50 + 15
+    table, own = reference.NormedPart(normal(20, 64, E), normal(1, E), ids), rows(m)["stream"].h_ME
+    return of.norms([table, reference.NormedPart(own, normal(2, E))], EPS), of.norms(
+        [reference.NormedPart(own, normal(3, E))], EPS
+    )
+
+
 def mixture(m: int, of: Any) -> Any:
     count, inner, stream = 64, 256, rows(m)["stream"]
     choice = (gpu_router if of is gpu_experts else of).choose(stream, normal(12, E, count, scale=0.1), EPS, 4, m)
@@ -174,6 +184,7 @@ def by_rows(found: Any, m: int) -> list[np.ndarray]:
         *(pytest.param(functools.partial(few_bits, form, invariant=False), gpu, reference, (1,), id=f"integers-{name}")
           for form, name in zip(FORMATS + SMALL, NAMES, strict=True) if "float" not in name),
         (in_order, gpu, reference, (1, 4, 16, 32)),
+        (side_by_side, gpu_norms, reference, (1, 4, 128)),
         pytest.param(functools.partial(in_order, invariant=False), gpu, reference, (1,), id="integers-in_order"),
         (mixture, gpu_experts, experts, (1, 4, 32)),
         (packed_mixture, gpu_packed_experts, packed_experts, (1, 4, 32)),
