@@ -18,6 +18,7 @@ from pallas_kernels.small_batch import (
     experts,
     gpu,
     gpu_experts,
+    gpu_norms,
     gpu_router,
     mosaic,
     packed,
@@ -89,6 +90,20 @@ def test_heads_with_norms_and_biases_agree_with_xla(m: int):
     args, extra = arguments("heads", m), {"bias": bias, "gains": gains}
     params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     close(gpu.heads(*args, **extra, interpret=params), reference.heads(*args, **extra), m)
+
+
+@hopper.interpreted
+@pytest.mark.parametrize("width", [256, 1536])
+def test_norms_side_by_side_are_xlas(width: int):
+    """Rows of a table, numbers that are none of its among them, and others."""
+    parts = [
+        reference.NormedPart(normal(0, 9, width), normal(1, width), jnp.asarray([3, -1, 20], jnp.int32)),
+        reference.NormedPart(normal(2, 3, width), normal(3, width)),
+    ]
+    params = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    close(gpu_norms.norms(parts, EPS, interpret=params), reference.norms(parts, EPS), 3)
+    with pytest.raises(ValueError, match="multiple of 256 features, at most 8192, got 320"):
+        gpu_norms.norms([reference.NormedPart(normal(0, 3, 320), normal(1, 320))], EPS)
 
 
 @hopper.interpreted

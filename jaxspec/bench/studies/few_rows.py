@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--formats", nargs="+", choices=NAMES, help="default: all (8b), bf16")
     add("--rows", type=int, nargs="+", default=[1, 8, 32], help="tokens that a layer is given at once")
     add("--batch-invariant", action="store_true", help="few bits as engines with batch_invariant have them")
-    add("--output", action="store_true", help="the output layer, too, beside XLA's")
+    add("--output", action="store_true", help="the output layer in bfloat16, too, beside XLA's")
     add("--whole", action="store_true", help="layers' times alone, nothing compared")
     add("--layers", type=int, default=4, help="that run one after the other, each with weights of its own")
     add("--repeats", type=int, default=7, help="medians are taken over these")
@@ -231,7 +231,8 @@ def _measure(args: argparse.Namespace, shape: Shape, formats: Sequence[str]) -> 
             line = "  ".join(f"{kind[12:32]} {t:.1f}" for kind, t in list(kernels.items())[:8])
             print(f"{m:4d}  {name:15s}  {row['us']:9.1f}  {report.cell(row['floor_us'], '6.1f')}  {line}", flush=True)
         if last:
-            rows.append(_output_layer(m, found["bf16", m, "logits"], weights["bf16"][0] | last, inputs(shape, m)))
+            own = formats[0]  # the output layer is in bfloat16 with all of them
+            rows.append(_output_layer(m, found[own, m, "logits"], weights[own][0] | last, inputs(shape, m)))
     report.write(args, "few_rows", rows)
     if not args.whole:
         found |= all_compiled(shape.calls)
