@@ -375,7 +375,7 @@ class Walk:
         """What the copy engine says of rows that it brings, of those that its threads have."""
         if not self.ahead:
             return
-        digit_products.meet(self.interpret)
+        plgpu.commit_smem()  # threads meet, and the copy engine writes there later
         for turn in range(self.ahead):
 
             @pl.when(turn < mine)

@@ -107,14 +107,15 @@ def few_bits(form: Any, m: int, of: Any, *, invariant: bool = True) -> Any:
 
 
 def by_digits(form: Any, m: int, of: Any) -> Any:
-    """What several rows are multiplied as integers for: heads as they are, biased, and normed besides, gate and up, and
-    the output layer."""
+    """What several rows are multiplied as integers for, gate and up and the output layer, whose programs go on with
+    other columns; and heads as they are, biased, and normed besides."""
     own, found = rows(m), []
     biased = {"bias": normal(10, C * sum(COUNTS))}
     kernel = functools.partial(few, *form, 20, invariant=False)
     for extra in ({}, biased, {**biased, "gains": (normal(11, C), normal(12, C))}):
         found += of.heads(own["stream"], kernel(E, C * sum(COUNTS)), own["rope"], COUNTS, EPS, **extra)
-    return [*found, of.swiglu(own["stream"], kernel(E, 2 * F), EPS), of.logits(own["stream"].h_ME, kernel(E, F))]
+    last = kernel(E, 300 * 128)
+    return [*found, of.swiglu(own["stream"], kernel(E, 2 * F), EPS), of.logits(own["stream"].h_ME, last)]
 
 
 def in_order(m: int, of: Any, *, invariant: bool = True) -> Any:
