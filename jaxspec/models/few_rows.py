@@ -135,13 +135,14 @@ class FewRows:
         self, norms: Sequence[RMSNorm], rows: Sequence[jax.Array], tokens_BN: jax.Array | None = None
     ) -> jax.Array:  # fmt: skip
         """See layers.LayerRunner."""
+        (eps,) = {norm.eps for norm in norms}
         shape = rows[0].shape[:-1] if tokens_BN is None else tokens_BN.shape
         ids = [None if tokens_BN is None else tokens_BN.reshape(-1), *[None] * len(rows[1:])]
         parts = [
             reference.NormedPart(x.reshape(-1, x.shape[-1]), _gain(norm), own)
             for norm, x, own in zip(norms, rows, ids, strict=True)
         ]
-        return _Ways(self.implementation == "gpu", 1, BY_XLA).norms(parts, norms[0].eps).reshape(*shape, -1)
+        return _Ways(self.implementation == "gpu", 1, BY_XLA).norms(parts, eps).reshape(*shape, -1)
 
     def logits(self, model: Transformer, hidden_BNE: jax.Array) -> jax.Array | None:
         """See layers.LayerRunner."""
@@ -229,9 +230,9 @@ class _Ways:
         return self.each(lambda parts: (gpu_norms if kernels else reference).norms(parts, eps), None, None)(parts)
 
     def normed(self, stream: Stream, gain_E: jax.Array, eps: float) -> jax.Array:
-        if self.kernels:
+        if self.kernels and gpu_norms.refusal(stream.h_ME.shape[1]) is None:
             return self.norms([reference.NormedPart(stream.h_ME, gain_E)], eps)
-        return reference.normed(stream, gain_E, eps)
+        return reference.normed(stream, gain_E, eps)  # in one order, whatever the number of rows
 
     def mixed(self, mlp: MixtureOfExperts, stream: Stream, rows: int, gain_E: jax.Array, eps: float) -> Stream:
         """The stream after a mixture of experts, for its first rows."""

@@ -380,7 +380,7 @@ class LayerRunner(Protocol):
     def norms(
         self, norms: Sequence[RMSNorm], rows: Sequence[jax.Array], tokens_BN: jax.Array | None = None, /
     ) -> jax.Array:  # fmt: skip
-        """Norms of rows [B, N, E] by one each, side by side [B, N, len(norms) * E].
+        """Norms of rows [B, N, E] by one each, of one epsilon, side by side [B, N, len(norms) * E].
 
         Args:
           tokens_BN: the first of `rows` is a table [V, E], of which it has these rows.

@@ -10,8 +10,8 @@ rounded to float32 a little early.
 mma multiplies 16 columns by 8 rows: of one row the two low digits of four blocks, and again the high ones; of up to
 four rows those of one block. A thread of it has the sums of both low digits, or of the high one, of the block or row
 whose number is the thread's among the four that share a column. A row's sums are put together, scaled and added in the
-same order, so it has the same bits among one and four. Each multiprocessor makes the digits anew, of all rows: more
-than four would take longer than they save.
+same order, so it has the same bits alone and among four, where these are multiplied so, too. Each multiprocessor makes
+the digits anew, of all rows: more than four would take longer than they save.
 
 Owns what digits are, where they lie and who makes which; `digit_products` makes and multiplies them. Must not know who
 walks along the inputs.

@@ -29,7 +29,7 @@ from jaxspec.models.sharded import BY_XLA, TENSOR_AXIS, parts_of
 from jaxspec.runtime.sharding import parameter_shardings, tensor_mesh
 from jaxspec.speculation.state import Geometry
 from pallas_kernels import sizes
-from pallas_kernels.small_batch import packed_launch
+from pallas_kernels.small_batch import packed_launch, reference
 from pallas_kernels.small_batch.packed import Packed
 
 CONFIG = ModelConfig("llama", 64, 256, 384, 2, 2, 1, 128)
@@ -216,6 +216,23 @@ def test_an_output_layer_of_few_bits_has_its_own_most_rows():
     assert prepared.few_rows.logits(prepared, hidden) is None
     assert prepared.few_rows.logits(prepared, hidden[:, :32]) is not None
     np.testing.assert_allclose(prepared.logits(hidden), plain.logits(hidden), atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "served"), [(256, True), (8192, True), (320, False), (16384, False)])
+def test_the_last_norm_has_one_order_of_sums_where_no_kernel_makes_it(
+    width: int, served: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """XLA's own would depend on how many rows there are."""
+    asked: list[int] = []
+
+    def norms(parts: Any, _: float) -> jax.Array:
+        asked.append(parts[0].rows.shape[1])
+        return parts[0].rows
+
+    monkeypatch.setattr(few_rows.gpu_norms, "norms", norms)
+    stream = reference.begin(jnp.ones((2, width), jnp.bfloat16), jnp.ones((width,), jnp.bfloat16))
+    made = jax.make_jaxpr(lambda stream: few_rows._Ways(True, 1, BY_XLA).normed(stream, stream.h_ME[0], 1e-5))(stream)
+    assert asked == [width] * served and "reduce_sum" not in str(made)
 
 
 def test_rows_that_no_copy_of_squares_serves_are_left_to_xla():
