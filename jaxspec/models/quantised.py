@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxspec.models import depths
 from pallas_kernels.sizes import expanded_shares
 
 #: Columns of a block in which XLA's CPU backend multiplies: a block of float32 stays in the cache.
@@ -146,8 +147,9 @@ def _blocks(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     def step(_: None, block: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[None, jax.Array]:
         values_EW, scale_GW, zero_GW = block
         if one_scale:
-            return None, jnp.dot(x_ME, values_EW.astype(jnp.float32)) * scale_GW.astype(jnp.float32)
-        return None, jnp.dot(x_ME, _expanded(values_EW, scale_GW, zero_GW))
+            y_MW = depths.in_parts(x_ME, values_EW.astype(jnp.float32), jnp.dot)
+            return None, y_MW * scale_GW.astype(jnp.float32)
+        return None, depths.in_parts(x_ME, _expanded(values_EW, scale_GW, zero_GW), jnp.dot)
 
     _, y_KMW = jax.lax.scan(step, None, (weight.values, weight.scale, weight.zero))
     return y_KMW.transpose(1, 0, 2).reshape(x_ME.shape[0], weight.shape[1])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.layers import Linear, Transformer, causal_attention
+from jaxspec.models import depths
+from jaxspec.models.layers import Linear, Transformer, causal_attention, product
 from jaxspec.models.layouts import column_blocks, tensor_parallel
 from jaxspec.models.tiny import FAMILY_FIELDS, tiny_target
 
@@ -38,16 +39,29 @@ def test_columns_by_shard_compute_the_same(family: str):
     np.testing.assert_allclose(logits(model, tokens), logits(split, tokens), atol=2e-5)
 
 
-def test_a_row_does_not_depend_on_how_many_there_are():
-    layer = column_blocks(Linear(192, 128, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)), keep_flat=True)
+@pytest.mark.parametrize("inputs", [192, 2000])
+def test_a_row_does_not_depend_on_how_many_there_are(inputs: int):
+    layer = column_blocks(Linear(inputs, 128, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)), keep_flat=True)
     assert layer.flat is not None
-    x_NE = jax.random.normal(jax.random.key(1), (100, 192))
+    x_NE = jax.random.normal(jax.random.key(1), (100, inputs))
     call = nnx.jit(lambda layer, x_NE: layer(x_NE))
     all_N = np.asarray(call(layer, x_NE))
     for count in (1, 4, 47, 48, 70):
         np.testing.assert_array_equal(np.asarray(call(layer, x_NE[:count])), all_N[:count])
     layer.flat.set_value(jnp.full_like(layer.flat[...], jnp.nan))
     assert np.isnan(call(layer, x_NE[:48])).all() and np.isfinite(call(layer, x_NE[:47])).all()
+
+
+@pytest.mark.parametrize(("same", "parts"), [({2048}, None), ({512, 256}, 512), ({128}, 128), (set(), 128)])
+def test_deep_products_are_cut_as_the_backend_sums(same: set[int], parts: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(depths, "_same_bits", lambda depth: depth in same)
+    assert depths.at_once.__wrapped__() == parts
+    monkeypatch.setattr(depths, "at_once", lambda: parts)
+    x, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 700), (2, 700, 8)]))
+    made = jax.make_jaxpr(lambda x, kernel: product(x, kernel))(x, kernel)
+    assert str(made).count("dot_general") == (1 if parts is None else -(-700 // parts))
+    want = jnp.einsum("ni,bio->nbo", x, kernel).reshape(3, 16)
+    np.testing.assert_allclose(product(x, kernel), want, atol=1e-3)
 
 
 def test_column_blocks_copy_leave_odd_widths_and_fill_up_an_output_layer():
