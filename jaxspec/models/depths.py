@@ -11,7 +11,6 @@ Owns the question, and the cuts. Must not know who multiplies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,33 @@ _PARTS, _DEPTH, _ROWS, _MANY = (512, 256, 128), 2048, (2, 40), 80
 _BLOCK = 64
 
 
-def in_parts(rows: jax.Array, kernel: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """A product of rows [M, in] by a kernel [.., in, out], in float32 of so many inputs at a time."""
+def multiply(rows: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Rows [M, in] by a kernel [in, out], [M, out], or by column blocks [K, in, width], [K, M, width].
+
+    Args:
+      dtype: of the result, where sums shall not be rounded to the rows'.
+    """
     inputs = kernel.shape[-2]
     most = at_once() if rows.dtype == jnp.float32 else None
-    most = inputs if most is None else most
-    parts = [multiply(rows[:, i : i + most], kernel[..., i : i + most, :]) for i in range(0, inputs, most)]
-    return functools.reduce(jnp.add, parts)
+    if most is None or inputs <= most:
+        if kernel.ndim == 2:
+            return jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        spread = jnp.broadcast_to(rows[None], (kernel.shape[0], *rows.shape))
+        return jax.lax.dot_general(spread, kernel, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
+    whole = kernel if kernel.ndim == 3 else kernel[None]
+    blocks, least = whole.shape[0], -(-inputs // most)
+    # Equal parts lie in a kernel as they are; others are copied out of it.
+    count = next((n for n in range(least, 2 * least + 1) if inputs % n == 0), None)
+    parts = [slice(None)] if count else [slice(i, i + most) for i in range(0, inputs, most)]
+    found = []
+    for part in parts:
+        x = rows[:, part].reshape(len(rows), count or 1, -1).transpose(1, 0, 2)
+        own = whole[:, part].reshape(blocks, len(x), -1, whole.shape[2])
+        x = jnp.broadcast_to(x[None], (blocks, *x.shape))
+        y_KPMW = jax.lax.dot_general(x, own, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=dtype)
+        found += [y_KPMW[:, i] for i in range(y_KPMW.shape[1])]
+    y_KMW = functools.reduce(jnp.add, found)
+    return y_KMW if kernel.ndim == 3 else y_KMW[0]
 
 
 @functools.cache

@@ -147,9 +147,9 @@ def _blocks(x_ME: jax.Array, weight: Quantised) -> jax.Array:
     def step(_: None, block: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[None, jax.Array]:
         values_EW, scale_GW, zero_GW = block
         if one_scale:
-            y_MW = depths.in_parts(x_ME, values_EW.astype(jnp.float32), jnp.dot)
+            y_MW = depths.multiply(x_ME, values_EW.astype(jnp.float32))
             return None, y_MW * scale_GW.astype(jnp.float32)
-        return None, depths.in_parts(x_ME, _expanded(values_EW, scale_GW, zero_GW), jnp.dot)
+        return None, depths.multiply(x_ME, _expanded(values_EW, scale_GW, zero_GW))
 
     _, y_KMW = jax.lax.scan(step, None, (weight.values, weight.scale, weight.zero))
     return y_KMW.transpose(1, 0, 2).reshape(x_ME.shape[0], weight.shape[1])
