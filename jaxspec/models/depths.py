@@ -1,9 +1,9 @@
 """How many inputs of a product XLA's CPU backend adds up in one order, whatever the number of rows.
 
-Of more it adds up parts where rows are many, and all at once where they are few, as its tiles for the processor have
-it: with AVX2 and 32 KB of first-level cache of more than 512 inputs from 63 rows on, with AVX-512 of none that was
-tried (docs/notes.md). A round and plain decoding have different numbers of rows, and must have the same bits. So deeper
-products are summed part by part there.
+Of more it adds up few rows in other parts than many, as its tiles for the processor have it: with AVX2 and 32 KB of
+first-level cache few rows of more than 512 inputs in parts of 512, and 63 rows and more otherwise; with AVX-512 nothing
+was seen of it (docs/notes.md). A round and plain decoding have different numbers of rows, and must have the same bits.
+So deeper products are summed part by part there.
 
 Owns the question, and the cuts. Must not know who multiplies.
 """
