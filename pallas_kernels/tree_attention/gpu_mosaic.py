@@ -72,9 +72,8 @@ def slower(args: TreeAttentionArgs) -> str | None:
     units, rows = args.units, args.rows
     if rows > MOST_ROWS:
         return f"it is for at most {MOST_ROWS} query rows of a KV head, got {rows}"
-    if (why := mosaic_heads.slower(args.q_BNHC.shape[3])) is not None:
-        return why
-    if args.tree_mask_BNT is not None and rows >= ROWS // 2 and units <= MOST_UNITS:
+    wide = rows >= ROWS // 2 and units <= MOST_UNITS and mosaic_heads.fills(args.q_BNHC.shape[3])
+    if args.tree_mask_BNT is not None and wide:
         return f"trees of {ROWS // 2} rows or more are the other kernel's, got {rows}"
     return None
 
@@ -152,6 +151,7 @@ class _Kernel(Few):
         ahead = lax.fori_loop(0, self.stages, ask, self.first(turns, ins))
         if self.settled:
             overlap.wait(self.interpret)
+        self.clear_queries(shared["q"].at[team])
 
         def walk(direct: bool) -> None:
             def one(turn: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -221,10 +221,10 @@ class _Kernel(Few):
         unit = unit[:-1]
         head, tile, item, b, first, end, _ = unit
         q, (sums_of_items, sums_of_groups, out) = shared["q"].at[team], (outs[:3], outs[3:6], outs[6:])
-        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+        base = self.first_row(b, head)
         self.put([q], [ins["q"]], self.queries, base, (b, head), -tile * ROWS, self.rows, spread=self.spread)
         plgpu.commit_smem()
-        at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+        at = self.first_new(b, head)
         loaded = self.load([ins["k"], ins["v"]], self.news, at, self.entries) if self.early else None
         block = functools.partial(self.block, unit, team, ins, shared, q, loaded, ask)
         place = (item * self.kv_heads + head) * self.tiles + tile
@@ -306,7 +306,7 @@ class _Kernel(Few):
             return *found, *then, *later
 
         sums = lax.fori_loop(first - 2, end, one, self.nothing * 4)[:3]
-        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
+        base = self.first_row(b, head)
         self.finish(sums, outs[6], base, (b, head), ins.get("sinks"))
 
     def finish(self, sums: tuple[Any, ...], out: Any, base: Any, at: tuple[Any, Any], sinks: Any) -> None:
@@ -363,8 +363,6 @@ def tree_attention(
         on neither.
       interpret: parameters of Pallas' interpreter for GPUs.
     """
-    channels = args.q_BNHC.shape[3]
-    args = mosaic_heads.widened(args)
     q = args.q_BNHC
     (b, n, h, c), (t, g) = q.shape, args.tree_k_BTGC.shape[1:3]
     causal, page = args.tree_mask_BNT is None, args.pages.shape[2]
@@ -373,7 +371,7 @@ def tree_attention(
         programs = next((count for name, count in MULTIPROCESSORS.items() if name in kind), 132)
     apart = args.window is not None and not (causal and args.offset_BN is None)
     scores: dict[str, Any] = dict(soft_cap=args.soft_cap, apart=apart)
-    shape = b, n, t, h, g, c, channels, page, causal, args.window, args.factor, programs, teams, interpret is not None
+    shape = b, n, t, h, g, c, page, causal, args.window, args.factor, programs, teams, interpret is not None
     capacity = args.table_BM.shape[1] * page
     # Beside the table, not added to it: layers share what is read before the kernel before has ended.
     ins = {"q": args.q_BNHC, "k": args.tree_k_BTGC, "v": args.tree_v_BTGC, "pages": args.pages, "table": args.table_BM}
@@ -394,8 +392,7 @@ def tree_attention(
         ins["length"] = args.length_B
         if sinks is not None:
             ins["sinks"] = sinks
-        out = mosaic_near.attend(mosaic_near.Near.of(few, members), ins, interpret=interpret)
-        return mosaic_heads.narrowed(out, channels)
+        return mosaic_near.attend(mosaic_near.Near.of(few, members), ins, interpret=interpret)
     sizes = Sizes.of(Launch(*shape), capacity, whole)
     direct = sizes.whole and Launch(*shape).tiles == 1
     key = t, sizes, args.window, causal
@@ -411,14 +408,14 @@ def tree_attention(
         ins["sinks"] = _rows(jnp.tile(sinks.reshape(g, h // g), (1, n)), kernel).reshape(g, ROWS)
     acc, top, total, _, _, _, *results = _attend(kernel, sizes.items(b), ins, interpret=interpret)
     if direct or (kernel.mixed and not kernel.interpret):
-        return mosaic_heads.narrowed(results[0], channels)
+        return results[0]
     ins = {"ends": ends, "acc": acc, "top": top, "total": total}
     if sinks is not None:
         ins["sinks"] = sinks
     out = merge(kernel, q.dtype, sinks is not None, ins, interpret=interpret).reshape(q.shape)
     if kernel.mixed:
         out = jnp.where(count[1] != 0, results[0], out)
-    return mosaic_heads.narrowed(out, channels)
+    return out
 
 
 def _arrived(length_B: jax.Array, kernel: Launch) -> jax.Array:

@@ -65,21 +65,10 @@ class Few(Launch):
         for i in range(1, READ):
             number = jnp.where(k == i, numbers[i], number)
         rows = pl.ds(rem(j * BLOCK, self.page), BLOCK) if self.page > BLOCK else pl.ds(0, BLOCK)
-
-        @pl.when(held)
-        def _() -> None:
-            parts = [(0, shared["kv"].at[slot])]
-            if self.copies == 2:
-                keys, values = self.slot(shared, slot)
-                parts = [(0, keys), (2 * self.channels - self.head_dim, values)]
-            for column, to in parts:
-                source = ins["pages"].at[number, head, rows, pl.ds(column, to.shape[1])]
-                plgpu.copy_gmem_to_smem(source, to, shared["full"].at[slot])
-
-        @pl.when(jnp.logical_not(held))
-        def _() -> None:
-            for _ in range(self.copies):
-                plgpu.barrier_arrive(shared["full"].at[slot])
+        to, full = shared["kv"].at[slot], shared["full"].at[slot]
+        source = ins["pages"].at[number, head, rows, pl.ds(0, 2 * self.channels)]
+        pl.when(held)(lambda: plgpu.copy_gmem_to_smem(source, to, full))
+        pl.when(jnp.logical_not(held))(lambda: plgpu.barrier_arrive(full))
 
     def some(self, block: Callable[..., Any], first: Any, end: Any, i: Any, step: Any) -> tuple[Any, ...]:
         """Where the ring is then, and sums of those blocks of a few, the request's i-th, that [first, end) has.
@@ -135,7 +124,7 @@ class Few(Launch):
 
         @pl.when(ends)
         def _() -> None:
-            at = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+            at = self.first_new(b, head)
             # Of values what is hidden weighs 0, but 0 * NaN is NaN: a broken draft must not reach its siblings.
             self.put(
                 [k, v], [ins["k"], ins["v"]], self.news, at, (b, head), place - begin, self.entries,

@@ -35,11 +35,9 @@ def refusal(channels: int, *served: int) -> str | None:
     return f"head dimension must be {', '.join(map(str, fit[:-1]))} or {fit[-1]}, got {channels}"
 
 
-def slower(channels: int) -> str | None:
-    """Where few rows of such heads take longer than by a kernel that reads them as they are, or None."""
-    if channels == whole(channels):
-        return None
-    return f"of few rows heads of {channels} channels are padded and cut around it"
+def fills(channels: int) -> bool:
+    """Whether heads of so many channels are whole tiles."""
+    return channels == whole(channels)
 
 
 def widened(args: TreeAttentionArgs) -> TreeAttentionArgs:

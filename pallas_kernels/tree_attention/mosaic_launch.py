@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.tree_attention import mosaic_rows
+from pallas_kernels.tree_attention import mosaic_heads, mosaic_rows
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
@@ -31,8 +31,7 @@ class Launch:
     """One launch.
 
     Attributes:
-      batch, nodes, entries, heads, kv_heads, head_dim, page: B, N, T, H, G, C in whole tiles and tokens a page.
-      channels: of a head in pages (mosaic_heads).
+      batch, nodes, entries, heads, kv_heads, channels, page: B, N, T, H, G, C and tokens a page.
       causal: without a mask. factor, soft_cap: of scores. programs: at once. teams: warpgroups of a program.
       interpret: whether registers are pretended. direct: whether a request is one item, whose sums are its result.
       straight, mixed: see mosaic_plan.Sizes. settled: whether what is not this layer's may be read early
@@ -45,7 +44,6 @@ class Launch:
     entries: int
     heads: int
     kv_heads: int
-    head_dim: int
     channels: int
     page: int
     causal: bool
@@ -60,6 +58,16 @@ class Launch:
     settled: bool = False
     soft_cap: float | None = None
     apart: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels that are computed (mosaic_heads): of results the last ones, of queries the first, with zeros."""
+        return mosaic_heads.whole(self.channels)
+
+    @property
+    def lead(self) -> int:
+        """Channels of sums before those of the result: of the keys that lie before a page's values."""
+        return self.head_dim - self.channels
 
     @property
     def group(self) -> int:
@@ -84,13 +92,13 @@ class Launch:
     @property
     def stages(self) -> int:
         """Blocks of a ring."""
-        tile = ROWS * self.head_dim * 2
-        return min(MAX_STAGES, ((SHARED - ROOM) // self.teams - tile) // (2 * tile))
+        taken = 2 * ROWS * self.head_dim
+        return min(MAX_STAGES, ((SHARED - ROOM) // self.teams - taken) // (4 * BLOCK * self.channels))
 
     @property
     def queries(self) -> Source:
         """Where a tile's rows lie among queries [B, N, H, C], in values."""
-        return Source(self.group, self.heads * self.head_dim, self.head_dim)
+        return Source(self.group, self.heads * self.channels, self.channels)
 
     @property
     def height(self) -> int:
@@ -100,31 +108,31 @@ class Launch:
     @property
     def news(self) -> Source:
         """Where new tokens lie among [B, T, G, C], in values."""
-        return Source(1, self.kv_heads * self.head_dim, 0)
+        return Source(1, self.kv_heads * self.channels, 0)
+
+    def first_row(self, b: Any, head: Any) -> Any:
+        """Where a KV head's first query row lies among [B, N, H, C], in values."""
+        return (b * (self.nodes * self.heads) + head * self.group) * self.channels
+
+    def first_new(self, b: Any, head: Any) -> Any:
+        """Where its first new token lies among [B, T, G, C]."""
+        return (b * (self.entries * self.kv_heads) + head) * self.channels
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
-        tile = lambda count: plgpu.SMEM((count, ROWS, self.head_dim), dtype, transforms=mosaic_rows.tiled())
+        tile = lambda count, width: plgpu.SMEM((count, ROWS, width), dtype, transforms=mosaic_rows.tiled())
         slots = self.teams * self.stages
         return {
-            "q": tile(self.teams),
-            "kv": plgpu.SMEM(
-                (slots * self.copies, ROWS, 2 * self.head_dim // self.copies), dtype, transforms=mosaic_rows.tiled()
-            ),
-            "full": plgpu.Barrier(num_barriers=slots, num_arrivals=self.copies),
-        }
-
-    @property
-    def copies(self) -> int:
-        """Of a block: one of whole rows, or one of keys and one of values."""
-        return 1 if self.channels == self.head_dim else 2
+            "q": tile(self.teams, self.head_dim), "kv": tile(slots, 2 * self.channels),
+            "full": plgpu.Barrier(num_barriers=slots),
+        }  # fmt: skip
 
     def slot(self, shared: dict[str, Any], slot: Any) -> tuple[Any, Any]:
-        """Keys and values of a ring's slot, [64, C] each: side by side as pages have them, or each copied by itself."""
-        c = self.head_dim
-        if self.copies == 2:
-            return shared["kv"].at[2 * slot], shared["kv"].at[2 * slot + 1]
-        return shared["kv"].at[slot, :, pl.ds(0, c)], shared["kv"].at[slot, :, pl.ds(c, c)]
+        """Keys and values of a ring's slot, [64, head_dim] each, side by side as pages have them.
+
+        Of heads that are no whole tiles the two share one, which is why `put` leaves columns beside a row's.
+        """
+        return tuple(shared["kv"].at[slot, :, pl.ds(begin, self.head_dim)] for begin in (0, self.channels - self.lead))
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
         if self.interpret:
@@ -177,35 +185,47 @@ class Launch:
         keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
         loaded: Sequence[jax.Array] | None = None,
     ) -> None:  # fmt: skip
-        """mosaic_rows.put; `at` is the request and the KV head."""
+        """mosaic_rows.put of queries, or of keys and values; `at` is the request and the KV head."""
+        leads = (0, self.lead)[: len(tiles)]
         if not self.interpret:
             mosaic_rows.put(
-                tiles, refs, source, base, first, count, keep=keep, finite=finite, spread=spread, loaded=loaded
-            )
+                tiles, refs, source, self.channels, base, first, count, leads=leads, keep=keep, finite=finite,
+                spread=spread, loaded=loaded,
+            )  # fmt: skip
             return
         b, head = at
-        heads = self.group if source.outer == self.heads * self.head_dim and source.group == self.group else 1
+        heads = self.group if source.outer == self.heads * self.channels and source.group == self.group else 1
         i = jnp.arange(ROWS)
         r = jnp.where(i % 16 < 8, i // 16 * 8 + i % 8, count) if spread else i - first
         live = (r >= 0) & (r < count)
-        for tile, ref in zip(tiles, refs, strict=True):
-            own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.head_dim)
-            rows, others = own[jnp.clip(r, 0, count - 1)], tile[...]
+        for tile, ref, lead in zip(tiles, refs, leads, strict=True):
+            own = lax.dynamic_slice_in_dim(ref[b], head * heads, heads, axis=1).reshape(-1, self.channels)
+            before, others, behind = jnp.split(tile[...], [lead, lead + self.channels], axis=1)
+            rows = own[jnp.clip(r, 0, count - 1)]
             if finite and tile is tiles[-1]:
                 rows = jnp.where(jnp.isfinite(rows), rows, 0)
             if keep is not None and tile is tiles[-1]:
                 others = jnp.where(((i >= keep[0]) & (i < keep[1]))[:, None], others, 0)
-            tile[...] = jnp.where(live[:, None], rows, others)
+            tile[...] = jnp.concatenate([before, jnp.where(live[:, None], rows, others), behind], axis=1)
+
+    def clear_queries(self, tile: Any) -> None:
+        """Zeros for a tile's columns behind queries, which `put` leaves: once, before the first queries."""
+        if not self.lead:
+            return
+        if self.interpret:
+            tile[...] = jnp.zeros(tile.shape, tile.dtype)
+        else:
+            mosaic_rows.clear(tile, self.channels)
 
     @property
     def early(self) -> bool:
         """Whether a thread reads its part of the new tokens before the first block: some come so late that whoever
         asks for them then waits for all that memory has been asked for before."""
-        return self.causal and self.entries <= mosaic_rows.pieces(self.head_dim)
+        return self.causal and self.entries <= mosaic_rows.pieces(self.channels)
 
     def load(self, refs: list[Any], source: Source, base: Any, count: int) -> Sequence[jax.Array] | None:
         """mosaic_rows.load."""
-        return None if self.interpret else mosaic_rows.load(refs, source, self.head_dim, base, count)
+        return None if self.interpret else mosaic_rows.load(refs, source, self.channels, base, count)
 
     def fetch(self, refs: tuple[Any, ...], at: Any, tile: Any) -> tuple[jax.Array, ...]:
         """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
@@ -226,10 +246,10 @@ class Launch:
     def store(self, out: Any, value: jax.Array, base: Any, at: tuple[Any, Any]) -> None:
         """The only tile's rows to the result [B, N, H, C]; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.store(out, value, self.queries, base, self.rows, spread=self.spread)
+            mosaic_rows.store(out, value, self.queries, base, self.rows, spread=self.spread, lead=self.lead)
             return
         b, head = at
-        rows = value[self.places][: self.rows].reshape(self.nodes, self.group, self.head_dim)
+        rows = value[self.places][: self.rows, self.lead :].reshape(self.nodes, self.group, self.channels)
         out.at[b, :, pl.ds(head * self.group, self.group), :][...] = rows
 
     @property
@@ -256,8 +276,9 @@ class Launch:
         return *acc.T, *(jnp.repeat(x, LANES // len(bases)) for x in vectors)
 
     def write(self, ref: Any, values: Sequence[jax.Array], program: Any) -> None:
-        """mosaic_rows.write to a row of [programs, 128 * width]."""
+        """mosaic_rows.write to a row of [programs, values]."""
         if self.interpret:
-            ref.at[program][...] = jnp.stack(values, axis=1).reshape(-1).astype(ref.dtype)
+            rows = jnp.stack(values, axis=1).reshape(-1, self.head_dim)[:, self.lead :]
+            ref.at[program][...] = rows.reshape(-1).astype(ref.dtype)
         else:
-            mosaic_rows.write(ref, values, program * (LANES * len(values)))
+            mosaic_rows.write(ref, values, program * ref.shape[1], self.head_dim, self.lead)

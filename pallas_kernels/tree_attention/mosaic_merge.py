@@ -140,12 +140,13 @@ def _of_heads(kernel: Launch, values: Sequence[Any]) -> jax.Array:
 def merge(kernel: Launch, dtype: Any, sinks: bool, ins: dict[str, jax.Array], *, interpret: Any = None) -> jax.Array:
     names, line = list(ins), LANES * kernel.width
     programs = kernel.batch * kernel.nodes * kernel.heads * kernel.head_dim // line
+    values = line // kernel.head_dim * kernel.channels
 
     def tree_attention_merge(*refs: Any) -> None:
         _body(kernel, sinks, dict(zip(names, refs[:-1], strict=True)), refs[-1])
 
     extra = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
-        tree_attention_merge, out_type=jax.ShapeDtypeStruct((programs, line), dtype), grid=(programs,),
+        tree_attention_merge, out_type=jax.ShapeDtypeStruct((programs, values), dtype), grid=(programs,),
         grid_names=("program",), compiler_params=params(), **extra,
     )(*ins.values())  # fmt: skip

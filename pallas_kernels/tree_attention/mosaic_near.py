@@ -197,8 +197,9 @@ class Near(NearLaunch):
     ) -> None:
         """Queries to shared memory, and what the member is sent is said; by one warpgroup."""
         b, head = at
-        base = (b * (self.nodes * self.heads) + head * self.group) * self.head_dim
-        self.put([shared["q"].at[0]], [ins["q"]], self.queries, base, at, jnp.int32(0), self.rows, spread=True)
+        base, q = self.first_row(b, head), shared["q"].at[0]
+        self.clear_queries(q)
+        self.put([q], [ins["q"]], self.queries, base, at, jnp.int32(0), self.rows, spread=True)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared["asked"])
         self.expect(pieces.end - pieces.first, member, shared)
@@ -210,7 +211,7 @@ class Near(NearLaunch):
         """Sums of a warpgroup's pieces, to all members' inboxes."""
         b, head = at
         q = shared["q"].at[0]
-        new = (b * (self.entries * self.kv_heads) + head) * self.head_dim
+        new = self.first_new(b, head)
         loaded = self.load([ins["k"], ins["v"]], self.news, new, self.entries) if self.early else None
         unit = head, jnp.int32(0), None, b, None, None, pieces.length
         block = functools.partial(self.block, unit, team, ins, shared, q, loaded, ask)
@@ -309,4 +310,5 @@ def attend(kernel: Near, ins: dict[str, jax.Array], *, interpret: Any = None) ->
         return found
     b, n, g = kernel.batch, kernel.nodes, kernel.kv_heads
     found = found.reshape(units, kernel.members, -1)[:, :, : kernel.values]
-    return found.reshape(b, g, n, kernel.group, kernel.head_dim).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    found = found.reshape(b, g, n, kernel.group, kernel.head_dim)[..., kernel.lead :]
+    return found.transpose(0, 2, 1, 3, 4).reshape(q.shape)

@@ -66,7 +66,7 @@ class NearLaunch(Few):
         """Of a ring, for which there is room beside the sums of so many pieces of each warpgroup."""
         sums = (4 * held * self.workers * size for size in (self.values, 2 * self.height))
         taken = ROOM + 2 * ROWS * self.head_dim + sum(round_up(x, _ALIGNED) for x in (*sums, 1))
-        return (SHARED - taken) // (self.teams * 4 * BLOCK * self.head_dim)
+        return (SHARED - taken) // (self.teams * 4 * BLOCK * self.channels)
 
     @property
     def most(self) -> int:
@@ -229,11 +229,12 @@ class NearLaunch(Few):
             node, of = arith.divui(row, c(self.group)), arith.remui(row, c(self.group))
             at = arith.addi(arith.muli(b, c(self.nodes)), node)
             at = arith.addi(arith.muli(at, c(self.heads)), arith.addi(arith.muli(head, c(self.group)), of))
-            at = arith.addi(arith.muli(at, c(self.head_dim)), column)
+            at = arith.addi(arith.muli(at, c(self.channels)), arith.subi(column, c(self.lead)))
+            shown = arith.andi(active, arith.cmpi(arith.CmpIPredicate.uge, column, c(self.lead)))
             own = [vector.extract(x.registers.item(), [], [0]) for x in values]
             several = vector.from_elements(ir.VectorType.get((width,), ir.F32Type.get()), own)
             rounded = arith.truncf(ir.VectorType.get((width,), kind), several)
-            with utils.when(active):
+            with utils.when(shown if self.lead else active):
                 place = utils.getelementptr(utils.memref_ptr(out), [at], kind)
                 llvm.store(rounded, place, alignment=2 * width)
 

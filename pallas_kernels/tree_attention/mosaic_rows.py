@@ -5,6 +5,7 @@ The copy engine moves whole tiles of 8 rows; a request's queries and a chain's n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -78,15 +79,16 @@ def tiled() -> tuple[Any, ...]:
 
 
 def put(
-    tiles: Sequence[Any], refs: Sequence[Any], source: Source, base: Any, first: Any, count: int, *,
-    keep: tuple[Any, Any] | None = None, finite: bool = False, spread: bool = False,
-    loaded: Sequence[jax.Array] | None = None,
+    tiles: Sequence[Any], refs: Sequence[Any], source: Source, channels: int, base: Any, first: Any, count: int, *,
+    leads: Sequence[int] | None = None, keep: tuple[Any, Any] | None = None, finite: bool = False,
+    spread: bool = False, loaded: Sequence[jax.Array] | None = None,
 ) -> None:  # fmt: skip
     """Rows of sources into tiles [64, C] in shared memory, each into its own. `commit_smem` must follow.
 
-    Row r of [0, count) becomes row first + r of the tile, where that is one.
+    Row r of [0, count) becomes row first + r of the tile, where that is one. Columns of a tile beside a row's are left.
 
     Args:
+      channels: of a row, a multiple of 8. leads: the columns of tiles where rows begin, such multiples too; or 0.
       keep: other rows of the last tile become zeros outside of it.
       finite: zeros for values of the last source that are not.
       spread: row r becomes row `spread_row(r)`.
@@ -98,7 +100,8 @@ def put(
     def run(_: Any, *args: Any) -> None:
         scalars = (x.registers.item() for x in args[2 * many : 2 * many + 4])
         values = [x.registers.item() for x in args[2 * many + 4 :]]
-        _put(args[:many], args[many : 2 * many], values, source, count, spread, keep is not None, finite, *scalars)
+        shape = source, channels, leads or (0,) * many, count
+        _put(args[:many], args[many : 2 * many], values, *shape, spread, keep is not None, finite, *scalars)
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, *(keep or (0, 0)))]
     plgpu.inline_mgpu(arg_types=types)(run)(*tiles, *refs, *args, *held)
@@ -143,18 +146,18 @@ def _of_row(source: Source, row: Any) -> Any:
 
 
 def _put(
-    tiles: Sequence[Any], refs: Sequence[Any], loaded: Sequence[Any], source: Source, count: int, spread: bool,
-    clear: bool, finite: bool, base: Any, first: Any, low: Any, high: Any,
+    tiles: Sequence[Any], refs: Sequence[Any], loaded: Sequence[Any], source: Source, channels: int,
+    leads: Sequence[int], count: int, spread: bool, clear: bool, finite: bool, base: Any, first: Any, low: Any,
+    high: Any,
 ) -> None:  # fmt: skip
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     value_type = ir.MemRefType(refs[0].type).element_type
     four = ir.VectorType.get((4,), i32)
-    halves = ir.MemRefType(tiles[0].type).shape[1]  # of a row: 64 channels each
     strides, _ = ir.MemRefType(tiles[0].type).get_strides_and_offset()
     across = 2 * strides[0]  # bytes from 8 rows to the next 8
-    chunks = halves * (64 // _CHUNK)
-    step = _THREADS // chunks
+    chunks = channels // _CHUNK
+    step = _THREADS // chunks  # rows at once; threads that are left over store nothing
     thread = arith.remui(utils.thread_idx(), c(_THREADS))
     chunk, row0 = arith.remui(thread, c(chunks)), arith.divui(thread, c(chunks))
     column = arith.muli(chunk, c(_CHUNK))
@@ -163,17 +166,20 @@ def _put(
     less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
     within = lambda x, low, high: arith.andi(arith.cmpi(arith.CmpIPredicate.sge, x, low), less(x, high))
 
-    def place(row: Any) -> Any:
-        """Where this thread's chunk of a row lies in a tile, in bytes."""
-        inner = arith.remui(row, c(8))
-        at = arith.addi(arith.muli(arith.divui(row, c(8)), c(across)), arith.muli(arith.divui(chunk, c(8)), c(1024)))
-        at = arith.addi(at, arith.muli(inner, c(128)))
-        return arith.addi(at, arith.muli(arith.xori(arith.remui(chunk, c(8)), inner), c(16)))
+    own = less(row0, c(step)) if _THREADS % chunks else None
 
-    def store(value: Any, tile: Any, row: Any, live: Any) -> None:
-        with utils.when(live):
-            pointer = utils.getelementptr(utils.memref_ptr(tile), [place(row)], ir.IntegerType.get_signless(8))
-            llvm.store(value, pointer, alignment=16)
+    def place(row: Any, lead: int) -> Any:
+        """Where this thread's chunk of a row lies in a tile, in bytes."""
+        inner, at = arith.remui(row, c(8)), arith.addi(chunk, c(lead // _CHUNK)) if lead else chunk
+        tile, at = arith.divui(at, c(8)), arith.remui(at, c(8))
+        begin = arith.addi(arith.muli(arith.divui(row, c(8)), c(across)), arith.muli(tile, c(1024)))
+        begin = arith.addi(begin, arith.muli(inner, c(128)))
+        return arith.addi(begin, arith.muli(arith.xori(at, inner), c(16)))
+
+    def store(value: Any, i: int, row: Any, live: Any) -> None:
+        with utils.when(live if own is None else arith.andi(live, own)):
+            where, byte = place(row, leads[i]), ir.IntegerType.get_signless(8)
+            llvm.store(value, utils.getelementptr(utils.memref_ptr(tiles[i]), [where], byte), alignment=16)
 
     begin = c(0) if loaded else arith.maxsi(arith.subi(c(0), first), c(0))
     found = []
@@ -183,21 +189,48 @@ def _put(
         if spread:
             row = arith.addi(arith.muli(arith.divui(r, c(8)), c(16)), arith.remui(r, c(8)))
         live = arith.andi(less(r, c(count)), within(row, c(0), c(ROWS)))
-        found += [[tile, row, live, value] for tile, value in zip(tiles, loaded, strict=True)] if loaded else []
+        found += [[k, row, live, value] for k, value in enumerate(loaded)]
         at = arith.addi(arith.addi(base, _of_row(source, arith.select(live, r, c(0)))), column)
-        for tile, ref in () if loaded else zip(tiles, refs, strict=True):
+        for k, ref in () if loaded else enumerate(refs):
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], value_type)
-            found.append([tile, row, live, llvm.load(four, pointer, alignment=16)])
-    for i in range(ROWS // step) if clear else ():
+            found.append([k, row, live, llvm.load(four, pointer, alignment=16)])
+    last = len(tiles) - 1
+    for i in range(-(-ROWS // step)) if clear else ():
         row = arith.addi(row0, c(i * step))
         other = arith.ori(within(row, low, high), within(row, first, arith.addi(first, c(count))))
-        store(splat(0), tiles[-1], row, arith.xori(other, arith.constant(ir.IntegerType.get_signless(1), 1)))
-    for tile, row, live, value in found:
-        for shift in (0, 16) if finite and tile is tiles[-1] else ():
+        other = other if ROWS % step == 0 else arith.ori(other, arith.cmpi(arith.CmpIPredicate.sge, row, c(ROWS)))
+        store(splat(0), last, row, arith.xori(other, arith.constant(ir.IntegerType.get_signless(1), 1)))
+    for k, row, live, value in found:
+        for shift in (0, 16) if finite and k == last else ():
             ones = splat(exponent << shift)
             broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(value, ones), ones)
             value = arith.select(broken, arith.andi(value, splat(0xFFFF if shift else -0x10000)), value)
-        store(value, tile, row, live)
+        store(value, k, row, live)
+
+
+def clear(tile: Any, first: int) -> None:
+    """Zeros for a tile's [64, C] columns from `first` on, a multiple of 8. `commit_smem` must follow."""
+
+    def run(_: Any, tile: Any) -> None:
+        where, i32 = ir.MemRefType(tile.type), ir.IntegerType.get_signless(32)
+        c = lambda value: arith.constant(i32, value)
+        strides, _ = where.get_strides_and_offset()
+        thread, four = arith.remui(utils.thread_idx(), c(_THREADS)), ir.VectorType.get((4,), i32)
+        zeros = arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, 0)))
+        row, half = arith.divui(thread, c(2)), arith.remui(thread, c(2))  # a row is two threads'
+        begin = arith.addi(
+            arith.muli(arith.divui(row, c(8)), c(2 * strides[0])), arith.muli(arith.remui(row, c(8)), c(128))
+        )
+        for chunk in range(first // _CHUNK, where.shape[1] * 64 // _CHUNK, 2):
+            at = arith.addi(half, c(chunk))
+            place = arith.muli(arith.xori(arith.remui(at, c(8)), arith.remui(row, c(8))), c(16))
+            place = arith.addi(place, arith.muli(arith.divui(at, c(8)), c(1024)))
+            pointer = utils.getelementptr(
+                utils.memref_ptr(tile), [arith.addi(begin, place)], ir.IntegerType.get_signless(8)
+            )
+            llvm.store(zeros, pointer, alignment=16)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled()),))(run)(tile)
 
 
 def spread_row(row: Any) -> Any:
@@ -252,8 +285,8 @@ def spill(refs: tuple[Any, ...], values: tuple[Any, ...], base: Any, count: Any,
     plgpu.inline_mgpu(arg_types=types)(run)(*refs, *values, *args)
 
 
-def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, spread: bool) -> None:
-    """The first `count` rows of results [64, C] in two bytes a value to where a source has them."""
+def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, spread: bool, lead: int = 0) -> None:
+    """The first `count` rows of results [64, C] in two bytes a value to where a source has them, but `lead` columns."""
     layout = plgpu.Layout.WGMMA
 
     def run(_: Any, ref: Any, value: Any, base: Any) -> None:
@@ -267,7 +300,7 @@ def store(ref: Any, value: jax.Array, source: Source, base: Any, count: int, *, 
                     arith.muli(arith.remui(row, c(source.group)), c(source.inner)),
                 )
                 at = arith.addi(arith.addi(base.registers.item(), at), column)
-                for j, pair in enumerate(value.registers.reshape(-1, 2)[:, half]):
+                for j, pair in enumerate(value.registers.reshape(-1, 2)[lead // 8 :, half]):
                     where = utils.getelementptr(pointer, [arith.addi(at, c(8 * j))], kind)
                     llvm.store(pair, where, alignment=4)
 
@@ -422,8 +455,11 @@ def line(value: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=LINE.to_mgpu(), _is_signed=None)
 
 
-def write(ref: Any, values: Sequence[jax.Array], base: Any) -> None:
-    """Values of each thread side by side, from `base` on, in the type of what they are written to."""
+def write(ref: Any, values: Sequence[jax.Array], base: Any, channels: int, lead: int) -> None:
+    """Values of each thread side by side, from `base` on, in the type of what they are written to.
+
+    They are rows of so many channels, of which the first `lead` are left out.
+    """
 
     def run(_: Any, ref: Any, base: Any, *values: Any) -> None:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -432,8 +468,13 @@ def write(ref: Any, values: Sequence[jax.Array], base: Any) -> None:
         own = [vector.extract(x.registers.item(), [], [0]) for x in values]
         several = vector.from_elements(ir.VectorType.get((width,), f32), own)
         rounded = arith.truncf(ir.VectorType.get((width,), kind), several)
-        at = arith.addi(base.registers.item(), arith.muli(thread, arith.constant(i32, width)))
-        llvm.store(rounded, utils.getelementptr(utils.memref_ptr(ref), [at], kind), alignment=2 * width)
+        c = lambda value: arith.constant(i32, value)
+        at = arith.muli(thread, c(width))
+        column = arith.remui(at, c(channels))
+        at = arith.subi(at, arith.muli(arith.addi(arith.divui(at, c(channels)), c(1)), c(lead))) if lead else at
+        with utils.when(arith.cmpi(arith.CmpIPredicate.uge, column, c(lead))) if lead else contextlib.nullcontext():
+            where = utils.getelementptr(utils.memref_ptr(ref), [arith.addi(base.registers.item(), at)], kind)
+            llvm.store(rounded, where, alignment=2 * width)
 
     types = (plgpu.RefType(), _SCALAR, *[LINE] * len(values))
     plgpu.inline_mgpu(arg_types=types)(run)(ref, jnp.asarray(base, jnp.int32), *values)

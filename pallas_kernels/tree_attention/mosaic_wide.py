@@ -69,8 +69,8 @@ def slower(args: TreeAttentionArgs) -> str | None:
     channels = args.q_BNHC.shape[3]
     if args.rows > ROWS:
         return None
-    if (why := mosaic_heads.slower(channels)) is not None:
-        return why
+    if not mosaic_heads.fills(channels) and channels <= 128:
+        return f"few rows of heads of {channels} channels are padded and cut around it"
     if args.units <= MOST_FEW or channels > 128:
         return None
     return f"of few rows it is for at most {MOST_FEW} requests times KV heads of 128 channels or less, got {args.units}"

@@ -192,7 +192,7 @@ class Launch:
         first = number * ROWS
         if not self.interpret:
             base = self.base(b, head)
-            mosaic_rows.put([tile], [ref], self.queries, base, -first, self.rows, keep=(0, 0))
+            mosaic_rows.put([tile], [ref], self.queries, self.head_dim, base, -first, self.rows, keep=(0, 0))
             return
         own = lax.dynamic_slice_in_dim(ref[b], head * self.group, self.group, axis=1).reshape(-1, self.head_dim)
         at = first + jnp.arange(ROWS)

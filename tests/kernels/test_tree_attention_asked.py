@@ -183,7 +183,7 @@ def few(
     lengths, columns = [length() for _ in range(batch)], -(-(most + entries) // page)
     table = np.random.default_rng(draw.randrange(1 << 30)).permutation(batch * columns).reshape(batch, columns)
     kv_heads, programs, teams = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 7, 40]), draw.choice([1, 2, 2])
-    shape = batch, entries, entries, kv_heads * heads, kv_heads, 64, 64, page, causal, window, 0.1, programs, teams
+    shape = batch, entries, entries, kv_heads * heads, kv_heads, 64, page, causal, window, 0.1, programs, teams
     return Few(*shape, True), lengths, table
 
 

@@ -39,6 +39,7 @@ CASES = (
     Case("mosaic-chain-group7-sinks", 2, 3, 7, 1, 128, 128, 400, mask="causal", lengths="ragged", sinks=True),
     Case("mosaic-d96", 3, 3, 4, 2, 96, 64, 300, mask="causal", lengths="ragged"),
     Case("mosaic-d32", 2, 2, 4, 2, 32, 64, 200, mask="causal", lengths="ragged"),
+    Case("mosaic-d96-tree-sinks", 2, 11, 2, 1, 96, 64, 200, lengths="ragged", sinks=True),
     Case("mosaic-tree", 3, 5, 4, 2, 64, 64, 300, lengths="ragged"),
     Case("mosaic-tree-several-tiles", 2, 40, 4, 2, 64, 64, 90, lengths="ragged", prior=3),
     Case("mosaic-window-fews", 1, 2, 2, 1, 64, 64, 1700, mask="causal", window=1300),
@@ -58,7 +59,7 @@ PROVED = (
     dataclasses.replace(OTHERS["sinks"], name="sinks-b32", mask="causal", batch=32, nodes=4, window=None),
     Case("tree-b64", 64, 8, context=2048), Case("tree-window-b64", 64, 8, context=2048, window=512),
     Case("soft-cap-b32", 32, 4, 32, 16, 128, context=2048, mask="causal", soft_cap=50.0),
-    Case("d96-b32", 32, 4, 32, 8, 96, context=2048, mask="causal"),
+    Case("d96-b32", 32, 4, 32, 8, 96, context=2048, mask="causal"), Case("d96-tree", 4, 40, 32, 32, 96, context=1024),
 )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def test_what_is_read_early_was_read_by_a_layer_before(
 
 
 #: One request of two nodes with four query heads of 64 channels on a KV head.
-SHAPE = 1, 2, 2, 4, 1, 64, 64, 64, True, None, 0.1
+SHAPE = 1, 2, 2, 4, 1, 64, 64, True, None, 0.1
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,9 @@ MANY = "of few rows it is for at most 132 requests times KV heads of 128 channel
         (dict(nodes=16, batch=67, mask="tree"), {}, None, "Mosaic GPU, few rows"),
         (dict(head_dim=256), {}, None, "Mosaic GPU, many rows"),
         (dict(head_dim=256, batch=67), {}, None, "Mosaic GPU, many rows"),
-        (dict(head_dim=96), {}, None, "Triton: few rows: of few rows heads of 96 channels are padded and cut"),
+        (dict(head_dim=96), {}, None, "Mosaic GPU, few rows"),
+        (dict(head_dim=96, nodes=16, mask="tree"), {}, None, "Mosaic GPU, few rows"),
+        (dict(head_dim=96, page=32), {}, None, "Triton: few rows: page size must be a multiple of 64, got 32"),
         (dict(head_dim=96, nodes=33), {}, None, "Mosaic GPU, many rows"),
         (dict(head_dim=80), {}, None, "Triton: few rows: head dimension must be 32, 64, 96 or 128, got 80"),
         (dict(head_dim=192, values=128, kv_heads=1), {}, None, "Mosaic GPU, latent"),

@@ -82,7 +82,7 @@ def test_requests_much_longer_than_others_are_cut(
     kind: str, lengths: list[int], whole: bool, news: int, window: int | None, causal: bool
 ):
     """As long as it takes to wait for them; a warpgroup then has little more to do than the others."""
-    shape = len(lengths), news, news, 32, 8, 128, 128, 64, causal, window, 0.1, 132, 2, True
+    shape = len(lengths), news, news, 32, 8, 128, 64, causal, window, 0.1, 132, 2, True
     sizes = mosaic_plan.Sizes.of(Few(*shape), 65_536)
     if not sizes.mixed:  # a number of requests that others are made for
         sizes = dataclasses.replace(sizes, whole=False, straight=False, mixed=True, room=2000)
@@ -101,7 +101,7 @@ def test_requests_much_longer_than_others_are_cut(
 )
 def test_a_request_is_cut_once_waiting_for_it_takes_longer_than_pieces(batch: int, others: int, most: int):
     """Of a batch of equals the first one has so many blocks, and then one more."""
-    shape = batch, 4, 4, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, True
+    shape = batch, 4, 4, 32, 8, 128, 64, True, None, 0.1, 132, 2, True
     sizes = mosaic_plan.Sizes.of(Few(*shape), 65_536)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, 4, sizes, None, True)[1])
     whole = [int(plan(jnp.asarray([64 * n - 10] + [others] * (batch - 1), jnp.int32))[1]) for n in (most, most + 1)]
@@ -119,7 +119,7 @@ def test_a_request_is_cut_once_waiting_for_it_takes_longer_than_pieces(batch: in
     ids=["128 of 32k", "64 of 131k", "four of 131k", "8 of 131k"],
 )
 def test_pieces_of_long_texts_have_room(lengths: list[int], news: int):
-    shape = len(lengths), news, news, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, True
+    shape = len(lengths), news, news, 32, 8, 128, 64, True, None, 0.1, 132, 2, True
     sizes = mosaic_plan.Sizes.of(Few(*shape), 132_096)
     assert sizes.mixed
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, news, sizes, None, True))
@@ -140,7 +140,7 @@ def test_requests_are_whole_where_there_is_no_room_for_pieces():
 
 def test_windows_that_begin_and_end_within_a_few_blocks_have_room():
     """Eight requests of equal lengths, and as many blocks as are taken a few at a time."""
-    shape = 8, 4, 4, 32, 8, 128, 128, 64, True, 4096, 0.1, 132, 2, True
+    shape = 8, 4, 4, 32, 8, 128, 64, True, 4096, 0.1, 132, 2, True
     sizes = mosaic_plan.Sizes.of(Launch(*shape), 8192)
     plan = jax.jit(lambda lengths: mosaic_plan.plan(lengths, 4, sizes, 4096, True)[:2])
     counts = []

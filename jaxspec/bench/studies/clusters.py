@@ -69,7 +69,7 @@ class Shape:
     def kernel(self, programs: int) -> Few:
         """By which the library chooses."""
         case = self.case(_PAGE)
-        heads = case.heads, case.kv_heads, case.head_dim, case.head_dim
+        heads = case.heads, case.kv_heads, case.head_dim
         return Few(self.batch, self.nodes, self.nodes, *heads, _PAGE, True, None, 0.1, programs, 2, False)
 
     def fits(self, form: int, tokens: int, programs: int) -> bool:
