@@ -250,7 +250,7 @@ def assemble(
     # What processes share they compile first: what is ready differs between them.
     background = in_background(config) and hosts is None
     on_each = mesh is not None and geo.whole_drafter
-    few = "" if speculation.draft_quantization is None or built is None else f" in {speculation.draft_quantization}"
+    few = "" if can.weights is None or built is None else f" in {can.weights}"
     name = can.name + few + " with suffix matches" * speculation.hybrid + _WHOLE * on_each + depths(built)
     identity = _identity(target, name, params, shards)
     if config.profile is not None:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import AUTO, DraftQuantization, SpeculationConfig
 from jaxspec.drafters import directories, registry
-from jaxspec.drafters.rounding import round_drafter
+from jaxspec.drafters.rounding import can_round, round_drafter
 from jaxspec.drafters.successor import Successors
 from jaxspec.fitting import stored
 from jaxspec.models import few_rows, few_rows_fit, packing
@@ -74,13 +74,33 @@ def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: 
     return directories.load_drafter(kind, directory, target, dtype)
 
 
-def in_few_bits(module: Any, speculation: SpeculationConfig) -> Any:
-    """What `load_drafter` returned, rounded where that is asked for; `check_choice` refuses kinds without weights.
+def draft_format(
+    module: Any, directory: Path | None, dtype: jnp.dtype, speculation: SpeculationConfig, shards: int
+) -> DraftQuantization | None:
+    """The format that a drafter's weights are to have; None: as they are loaded.
+
+    "auto" is int8 where few rows by such weights have a kernel, which reads half of the bytes: of a checkpoint of its
+    own in bfloat16, on one device (docs/benchmarks/rounds.md, "Drafters in few bits"). Typical verification's texts
+    depend on what is drafted, so nothing is rounded for it unless somebody asks.
+
+    Args:
+      module: what `load_drafter` returned. directory: its checkpoint.
+    """
+    form = speculation.draft_quantization
+    if form != AUTO:
+        return form
+    own = directory is not None and isinstance(module, nnx.Module) and dtype == jnp.bfloat16
+    if not own or shards > 1 or speculation.verification == "typical" or few_rows.unsupported() is not None:
+        return None
+    return "int8" if can_round(module, "int8") else None
+
+
+def in_few_bits(module: Any, form: DraftQuantization | None) -> Any:
+    """What `load_drafter` returned, rounded; `check_choice` refuses kinds without weights.
 
     Raises:
       ValueError: there is nothing to round.
     """
-    form = speculation.draft_quantization
     return module if form is None else round_drafter(module, form)
 
 
@@ -117,6 +137,7 @@ class Drafting:
       trees: whether it proposes trees as well as chains.
       deepest: most tokens that it can propose in a row; None: any number.
       name: of its kind.
+      weights: the format that they were rounded to; None: they are as its checkpoint has them.
       reload: other parameters for it, of a directory; None: it has none that could be exchanged.
     """
 
@@ -124,6 +145,7 @@ class Drafting:
     trees: bool = False
     deepest: int | None = None
     name: str = registry.NONE
+    weights: DraftQuantization | None = None
     reload: Callable[[Geometry, Path], Any] | None = None
 
 
@@ -143,7 +165,8 @@ def drafting_of(
     load = host_memory if shards > 1 else contextlib.nullcontext
     with load():
         loaded = load_drafter(kind, directory, target, dtype)
-        module = in_few_bits(loaded, speculation)
+        form = draft_format(loaded, directory, dtype, speculation, shards)
+        module = in_few_bits(loaded, form)
     if isinstance(module, nnx.Module):
         check_four_bits(module, shards)
 
@@ -152,12 +175,12 @@ def drafting_of(
             return bind_drafter(kind, module, geo, speculation, shards, sums)
 
     if directory is None:
-        return Drafting(bind, facts.trees, facts.deepest(loaded), kind)
+        return Drafting(bind, facts.trees, facts.deepest(loaded), kind, form)
     successors = Successors(kind, directory, loaded, target, dtype)
 
     def reload(geo: Geometry, where: Path) -> Any:
         with load():
-            other = in_few_bits(successors.load(where), speculation)
+            other = in_few_bits(successors.load(where), form)
             return bind_drafter(kind, other, geo, speculation, shards, sums)[1]
 
-    return Drafting(bind, facts.trees, facts.deepest(loaded), kind, reload)
+    return Drafting(bind, facts.trees, facts.deepest(loaded), kind, form, reload)

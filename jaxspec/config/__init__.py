@@ -5,6 +5,7 @@ Every message names the field, the value given and the values allowed. Must not 
 
 from jaxspec.config.engine import ENGINE_ELSEWHERE, MOST_ROUNDS, SHORT_FLAGS, EngineConfig
 from jaxspec.config.speculation import (
+    AUTO,
     DRAFT_QUANTIZATIONS,
     SPECULATION_ELSEWHERE,
     SPECULATION_FLAGS,
@@ -14,6 +15,6 @@ from jaxspec.config.speculation import (
 )
 
 __all__ = [
-    "DRAFT_QUANTIZATIONS", "ENGINE_ELSEWHERE", "MOST_ROUNDS", "SHORT_FLAGS", "SPECULATION_ELSEWHERE",
+    "AUTO", "DRAFT_QUANTIZATIONS", "ENGINE_ELSEWHERE", "MOST_ROUNDS", "SHORT_FLAGS", "SPECULATION_ELSEWHERE",
     "SPECULATION_FLAGS", "VERIFICATIONS", "DraftQuantization", "EngineConfig", "SpeculationConfig",
 ]  # fmt: skip

@@ -26,12 +26,12 @@ def check_weights(kind: DrafterKind[Any], name: str | None) -> None:
     """Refuses to round drafters of a kind without weights.
 
     Args:
-      name: of FORMATS; None: nothing is asked for.
+      name: of FORMATS, or "auto"; None: nothing is asked for.
 
     Raises:
       ValueError: names both.
     """
-    if name is not None and not kind.layouts:
+    if name not in (None, "auto") and not kind.layouts:
         raise ValueError(f"draft_quantization {name!r} is for drafters that have weights, got drafter {kind.name!r}")
 
 
@@ -71,6 +71,11 @@ def round_drafter(module: Any, name: str) -> Any:
         raise ValueError(f"draft_quantization {name!r} finds no weights to round in this {type(module).__name__}")
     _log.info("drafter in %s: its linear maps take %.1f MB instead of %.1f", name, after / 1e6, before / 1e6)
     return copy
+
+
+def can_round(module: Any, name: str) -> bool:
+    """Whether `round_drafter` finds something to round."""
+    return any(True for _ in _maps(module, FORMATS[name][2]))
 
 
 def _served(d_in: int, d_out: int, group: int | None) -> bool:

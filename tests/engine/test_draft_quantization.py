@@ -25,7 +25,7 @@ from jaxspec.drafters import registry as registered
 from jaxspec.drafters.kind import Saving
 from jaxspec.drafters.rounding import round_drafter
 from jaxspec.fitting import stored
-from jaxspec.loading import Drafting, bind_drafter, drafting_of, in_few_bits, laid_out
+from jaxspec.loading import Drafting, bind_drafter, draft_format, drafting_of, in_few_bits, laid_out
 from jaxspec.models import few_rows, few_rows_fit, registry
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.experts import mlp
@@ -69,7 +69,7 @@ def test_rounds_take_every_kind_in_few_bits(kind: str):
     seen: list[Any] = []
 
     def ready(module: Any) -> Any:
-        seen.append(few := in_few_bits(module, SpeculationConfig(draft_quantization="int8")))
+        seen.append(few := in_few_bits(module, "int8"))
         return column_blocks(few)
 
     drafter, params = drafters.bound(kind, sizes, GEO, ready)
@@ -158,6 +158,29 @@ def test_weights_that_take_its_place_are_rounded_too(tmp_path: Path):
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "unsupported", lambda: None)
     monkeypatch.setattr("jaxspec.loading.jax.default_backend", lambda: "gpu")
+
+
+def test_auto_rounds_checkpoints_in_bfloat16_on_one_hopper_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    target = Transformer(WIDE, dtype=bfloat16, rngs=nnx.Rngs(0))
+    eagle3.save_head(head(target, bfloat16), tmp_path / "head", WIDE, dtype=bfloat16)
+    asked = SpeculationConfig()
+    form = lambda *args: draft_format(head(target, bfloat16), *args)
+    assert form(tmp_path, bfloat16, asked, 1) is None  # no such GPU
+    hopper(monkeypatch)
+    assert form(tmp_path, bfloat16, asked, 1) == "int8"
+    assert form(tmp_path, float32, asked, 1) is None
+    assert form(tmp_path, bfloat16, asked, 2) is None
+    assert form(None, bfloat16, asked, 1) is None  # what the target drafts for itself
+    assert form(tmp_path, bfloat16, SpeculationConfig(verification="typical"), 1) is None
+    assert form(tmp_path, bfloat16, SpeculationConfig(draft_quantization=None), 1) is None
+    assert form(tmp_path, float32, SpeculationConfig(draft_quantization="fp8"), 2) == "fp8"
+    assert draft_format(round_drafter(head(target, bfloat16), "int8"), tmp_path, bfloat16, asked, 1) is None
+    drafting = drafting_of("eagle3", tmp_path / "head", target, bfloat16, asked, 1, "xla")
+    assert drafting is not None and drafting.reload is not None and drafting.weights == "int8"
+    params = drafting.bind(GEO)[1], drafting.reload(GEO, tmp_path / "head")
+    for leaves in map(jax.tree.leaves, params):
+        assert any(isinstance(x, jax.Array) and x.dtype == jnp.int8 for x in leaves)
 
 
 def test_a_rounded_head_may_be_bound_whole_and_shared_in_turns(monkeypatch: pytest.MonkeyPatch):
@@ -267,7 +290,7 @@ def test_a_target_drafts_for_itself_in_few_bits(kind: str, tools: Any, kept_exec
     sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     target, tier = tiny_target(0, **sizes), TREE
     asked = SpeculationConfig(tiers=(tier,), draft_quantization="int8")
-    make = lambda geo: bind_drafter(kind, in_few_bits(target, asked), geo, asked)
+    make = lambda geo: bind_drafter(kind, in_few_bits(target, "int8"), geo, asked)
     config = EngineConfig(
         max_batch_size=2, max_seq_len=60, page_size=8, prefill_chunk=16, batch_buckets=(2,), variants=("sampled",),
         warmup="eager", compile_cache=kept_executables,

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.widen import widen_head
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.config import DraftQuantization, EngineConfig, SpeculationConfig
+from jaxspec.config import AUTO, DraftQuantization, EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.drafters.rounding import check_weights
 from jaxspec.engine import Engine
-from jaxspec.loading import Drafting, bind_drafter, in_few_bits, load_drafter
+from jaxspec.loading import Drafting, bind_drafter, draft_format, in_few_bits, load_drafter
 from jaxspec.models.base import TargetModel
 from jaxspec.resolve import resolve_drafter, resolve_model
 from jaxspec.speculation.drafter import Drafter
@@ -66,7 +66,7 @@ class Options:
     batch_invariant: bool = False
     hybrid: bool = False
     hybrid_depth: int | None = None
-    draft_quantization: DraftQuantization | None = None
+    draft_quantization: DraftQuantization | Literal["auto"] | None = AUTO
     grow_head: bool = False
 
 
@@ -126,15 +126,16 @@ class Parts:
         """The target as it is measured."""
         return self.small if self.size is None else grow.grow_target(self.small, self.size)
 
-    def drafter(self, geo: Geometry, speculation: SpeculationConfig) -> tuple[Drafter | None, Any]:
-        """(drafter, parameters); a grown target gets the grown head."""
+    def drafter(self, speculation: SpeculationConfig) -> tuple[Any, DraftQuantization | None]:
+        """What is to be bound, and in which format; a grown target gets the grown head."""
         if self.size is None or self.kind != "eagle3":
             module = load_drafter(self.kind, self.head, self.target, self.dtype)
         else:
             assert self.head is not None
             head = grow.grow_head(eagle3.load_head(self.head, self.small, self.dtype), self.small.config, self.size)
             module = widen_head(head, self.size) if self.options.grow_head else head
-        return bind_drafter(self.kind, in_few_bits(module, speculation), geo, speculation)
+        form = draft_format(module, self.head, self.dtype, speculation, 1)
+        return in_few_bits(module, form), form
 
     def engine(
         self, longest: int, texts: Sequence[Sequence[int]] | None = None, *, plain: bool = False,
@@ -169,15 +170,18 @@ class Parts:
             warmup="eager",
         )
 
+        none = self.kind == registry.NONE or plain
+        module, form = (None, None) if none else self.drafter(speculation)
+
         def make(geo: Geometry) -> tuple[Drafter | None, Any]:
-            drafter, params = self.drafter(geo, speculation)
+            drafter, params = bind_drafter(self.kind, module, geo, speculation)
             if drafter is None or texts is None or options.simulate is None:
                 return drafter, params
             rate = rate_for(options.simulate, geo.max_depth)
             simulated = SimulatedDrafter(drafter, rate, self.target.config.vocab_size)
             return simulated, simulated.params(params, texts)
 
-        drafting = None if self.kind == registry.NONE or plain else Drafting(make, self.trees, name=self.kind)
+        drafting = None if none else Drafting(make, self.trees, name=self.kind, weights=form)
         progress = sys.stderr.isatty() or _line_by_line()
         return assemble(self.target, self.tokenizer, speculation, config, drafter=drafting, progress=progress)
 

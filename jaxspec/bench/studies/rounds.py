@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
-from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization, SpeculationConfig
+from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization
 from jaxspec.drafters import registry as kinds
 from jaxspec.drafters.rounding import check_weights
 from jaxspec.loading import in_few_bits, laid_out
@@ -209,8 +209,7 @@ class Model:
             sizes = drafters.Sizes(
                 self.target, draft_vocab, depth, layers, small, filled, HEADS.get(self.shape, {})
             )  # fmt: skip
-            asked = SpeculationConfig(draft_quantization=draft_quantization)
-            ready = lambda module: self.by_kernels(in_few_bits(module, asked))
+            ready = lambda module: self.by_kernels(in_few_bits(module, draft_quantization))
             drafter, params = drafters.bound(name, sizes, geo, ready)
         packed = {
             (tier, batch): tuple(sorted({packed_tokens(tier, batch, budget) for budget in budgets}))
