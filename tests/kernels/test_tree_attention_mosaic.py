@@ -203,7 +203,7 @@ SHAPE = 1, 2, 2, 4, 1, 64, 64, True, None, 0.1
     ],
 )
 def test_few_requests_are_for_clusters(change: dict[str, Any], capacity: int, members: int):
-    few = Few(1, 4, 4, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, False)
+    few = Few(1, 4, 4, 32, 8, 128, 64, True, None, 0.1, 132, 2, False)
     assert mosaic_near.members(dataclasses.replace(few, **change), capacity) == members
 
 
@@ -216,7 +216,7 @@ def test_few_requests_are_for_clusters(change: dict[str, Any], capacity: int, me
     ],
 )
 def test_clusters_without_room_are_refused(change: dict[str, Any], capacity: int, members: int, said: str):
-    few = Few(1, 4, 4, 32, 8, 128, 128, 64, True, None, 0.1, 132, 2, False)
+    few = Few(1, 4, 4, 32, 8, 128, 64, True, None, 0.1, 132, 2, False)
     with pytest.raises(ValueError, match=said):
         mosaic_near.check(dataclasses.replace(few, **change), capacity, members)
 

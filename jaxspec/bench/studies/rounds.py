@@ -59,7 +59,7 @@ _GPT_OSS_20B = ModelConfig(
     attention_sinks=True, norm_gain="float32", sliding_window=128, sliding_layers=tuple(range(0, 24, 2)),
     experts=Experts(32, 4, 2880, tuple(range(24)), scores="top_k", bias=True, hidden_act="clamped_swiglu"),
 )  # fmt: skip
-#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, the demo's target and its draft model, small ones for
+#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, Phi-3-mini, the demo's target and its draft model, small ones for
 #: rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
@@ -86,6 +86,7 @@ SHAPES = {
     ),
     "gpt-oss-20b": (_GPT_OSS_20B, 32000),
     "1b": (ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5, tie_word_embeddings=True), 32000),
+    "phi3-mini": (ModelConfig("phi3", 32064, 3072, 8192, 32, 32, 32, 96), 32064),
     "demo": (ModelConfig("llama", 8192, 512, 1408, 7, 8, 2, 64, tie_word_embeddings=True), 4096),
     "demo-draft": (ModelConfig("llama", 8192, 192, 512, 2, 3, 1, 64, tie_word_embeddings=True), 4096),
     "tiny": (ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16), 256),
