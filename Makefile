@@ -7,7 +7,7 @@ AOT := $(VENV)/aot
 # worker that dies ends the run: with another in its place, pytest-xdist can wait for ever (its issues 784 and 1378).
 PARALLEL := -n auto --dist worksteal --max-worker-restart 0
 
-.PHONY: demo serve-openai demo-multihost test test-all aot lint format bench proto clean
+.PHONY: environments demo serve-openai demo-multihost test test-all aot lint format bench proto clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ $(VENV)/.aot: pyproject.toml
 	$(AOT)/bin/python -m pip install --quiet --editable ".[aot]" "pytest>=8.3" "pytest-timeout>=2.4"
 	touch $@
 
+# What the gate needs; `make -j 2 environments` makes both at once.
+environments: $(VENV)/.test $(VENV)/.aot
+
 demo: $(VENV)/.base
 	$(BIN)/python -m jaxspec.generate --demo
 
@@ -46,11 +49,11 @@ demo-multihost: $(VENV)/.base
 
 # Every change: the gate. What it leaves out (CONTRIBUTING.md) is in test-all. Compilers for devices that are not there
 # live in an environment of their own, where the tests of them start processes.
-test: $(VENV)/.test $(VENV)/.aot
+test: environments
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # The gate and what it leaves out; the soak of the shipped model also as users compile it.
-test-all: $(VENV)/.test $(VENV)/.aot
+test-all: environments
 	$(BIN)/python -m pytest $(PARALLEL) --exhaustive
 	$(BIN)/python -m pytest $(PARALLEL) --exhaustive --optimized -k demo tests/serve/test_soak.py
 
