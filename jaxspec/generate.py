@@ -26,7 +26,6 @@ with cli.starting(__name__):
     from jaxspec.checkpointing import hf
     from jaxspec.choosing import check_choice
     from jaxspec.config import (
-        AUTO,
         DRAFT_QUANTIZATIONS,
         ENGINE_ELSEWHERE,
         SHORT_FLAGS,
@@ -101,9 +100,9 @@ def _add_speculation(p: argparse.ArgumentParser) -> None:
     add("--depth", type=int, metavar="N", help="draft tokens of a static tier (default: none, the policy chooses)")
     add("--topk", type=int, default=1, metavar="N", help="candidates a node: 1 drafts chains, more drafts trees")
     add("--num-nodes", type=int, metavar="N", help="nodes of a tree, root included (default: 2 * topk)")
-    add("--draft-quantization", choices=(AUTO, "none", *DRAFT_QUANTIZATIONS), default=AUTO, help="round the drafter's "
-        "weights when they are loaded; changes no text, but for typical verification (default: auto, int8 on Hopper "
-        "GPUs where the text is the same)")  # fmt: skip
+    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default="auto", help="round the drafter's weights when "
+        "they are loaded; changes no text, but for rejection and typical verification (default: auto, int8 on a Hopper "
+        "GPU with kernels for it)")  # fmt: skip
     add("--verification", choices=VERIFICATIONS, default="coupled", help="how drafts are accepted; typical is lossy")
 
 
@@ -201,7 +200,7 @@ def check(args: argparse.Namespace) -> Job:
     speculation = SpeculationConfig(
         policy=args.policy, depth=args.depth, topk=args.topk, num_nodes=args.num_nodes,
         candidate_steps=args.candidate_steps, verification=args.verification,
-        draft_quantization=None if args.draft_quantization == "none" else args.draft_quantization,
+        draft_quantization=args.draft_quantization,
     )  # fmt: skip
     directory = resolve_model(args.model)
     drafter = registry.find(resolve_drafter(args.drafter, directory)[0])

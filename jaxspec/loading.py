@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.config import AUTO, DraftQuantization, SpeculationConfig
+from jaxspec.config import DraftFormat, SpeculationConfig
 from jaxspec.drafters import directories, registry
-from jaxspec.drafters.rounding import can_round, round_drafter
+from jaxspec.drafters.rounding import gains_by_int8, round_drafter
 from jaxspec.drafters.successor import Successors
 from jaxspec.fitting import stored
 from jaxspec.models import few_rows, few_rows_fit, packing
@@ -76,26 +76,26 @@ def load_drafter(kind: str, directory: Path | None, target: TargetModel, dtype: 
 
 def draft_format(
     module: Any, directory: Path | None, dtype: jnp.dtype, speculation: SpeculationConfig, shards: int
-) -> DraftQuantization | None:
+) -> DraftFormat | None:
     """The format that a drafter's weights are to have; None: as they are loaded.
 
-    "auto" is int8 where few rows by such weights have a kernel, which reads half of the bytes: of a checkpoint of its
-    own in bfloat16, on one device (docs/benchmarks/rounds.md, "Drafters in few bits"). Typical verification's texts
-    depend on what is drafted, so nothing is rounded for it unless somebody asks.
+    "auto" is int8 where few rows by such weights have a kernel, which reads half of the bytes: in an engine in
+    bfloat16 on one device (docs/benchmarks/rounds.md, "Drafters in few bits"), of a drafter that borrows no output
+    layer. Typical verification's texts depend on what is drafted, so nothing is rounded for it unless somebody asks.
 
     Args:
       module: what `load_drafter` returned. directory: its checkpoint.
     """
-    form = speculation.draft_quantization
-    if form != AUTO:
-        return form
+    asked = speculation.draft_quantization
+    if asked != "auto":
+        return None if asked == "none" else asked
     own = directory is not None and isinstance(module, nnx.Module) and dtype == jnp.bfloat16
     if not own or shards > 1 or speculation.verification == "typical" or few_rows.unsupported() is not None:
         return None
-    return "int8" if can_round(module, "int8") else None
+    return "int8" if gains_by_int8(module) else None
 
 
-def in_few_bits(module: Any, form: DraftQuantization | None) -> Any:
+def in_few_bits(module: Any, form: DraftFormat | None) -> Any:
     """What `load_drafter` returned, rounded; `check_choice` refuses kinds without weights.
 
     Raises:
@@ -145,7 +145,7 @@ class Drafting:
     trees: bool = False
     deepest: int | None = None
     name: str = registry.NONE
-    weights: DraftQuantization | None = None
+    weights: DraftFormat | None = None
     reload: Callable[[Geometry, Path], Any] | None = None
 
 

@@ -47,7 +47,7 @@ from jaxspec.tier import PLAIN, Tier
         ),
         ({"hybrid": 1}, r"hybrid must be True or False, got 1"),
         ({"hybrid": True, "verification": "rejection"}, r"hybrid needs verification 'coupled', got 'rejection'"),
-        ({"draft_quantization": "int2"}, r"draft_quantization must be None or one of 'auto', 'int8', .*, got 'int2'"),
+        ({"draft_quantization": "int2"}, r"draft_quantization must be one of .'auto', 'none', 'int8', .*, got 'int2'"),
         ({"hybrid_depth": 3}, r"hybrid_depth 3 is for hybrids, got hybrid False"),
         ({"hybrid": True, "hybrid_depth": 0}, r"hybrid_depth must be an int in \[1, 32\], got 0"),
         ({"suffix_corpus_tokens": 9}, r"suffix_corpus_tokens must be 0 or at least 64, got 9"),

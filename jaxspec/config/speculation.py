@@ -16,10 +16,10 @@ from jaxspec.tier import Tier, max_nodes
 
 Verification = Literal["coupled", "rejection", "typical"]
 VERIFICATIONS: tuple[str, ...] = get_args(Verification)
-DraftQuantization = Literal["int8", "fp8", "int4-g128"]
+DraftFormat = Literal["int8", "fp8", "int4-g128"]
+DRAFT_FORMATS: tuple[str, ...] = get_args(DraftFormat)
+DraftQuantization = Literal["auto", "none", DraftFormat]
 DRAFT_QUANTIZATIONS: tuple[str, ...] = get_args(DraftQuantization)
-#: Of draft_quantization: int8 where a kernel makes it faster.
-AUTO: Literal["auto"] = "auto"
 _MAX_DEPTH = 32
 #: What vLLM, SGLang, transformers and llama.cpp call these settings.
 SPECULATION_ELSEWHERE = {
@@ -69,8 +69,9 @@ class SpeculationConfig:
         p > min(typical_threshold, typical_alpha * exp(-entropy)).
       draft_quantization: format that the drafter's weights are rounded to when they are loaded: "int8" or "fp8" (a
         scale per output) or "int4-g128". It changes what is drafted and no text; under rejection verification no
-        distribution, under typical verification both. None: as the checkpoint has them. "auto": int8 for a checkpoint
-        in bfloat16 on one Hopper GPU with JAX 0.11 or newer, but under typical verification; else None.
+        distribution, under typical verification both. "none": as the checkpoint has them. "auto": int8 in bfloat16 on
+        one Hopper GPU (JAX 0.11 or newer), where kernels serve all of a drafter that is not in few bits and borrows no
+        output layer of its target's, but not under typical verification; else "none".
       ngram_min, ngram_max: shortest and longest suffix that the n-gram drafter matches.
       hybrid: each row and round drafts by suffix matches where these promise more accepted tokens than the drafter;
         trees hold the likeliest nodes of both. It needs coupled verification. The adaptive policy then has a tier more,
@@ -106,7 +107,7 @@ class SpeculationConfig:
     verification: Verification = "coupled"
     typical_threshold: float = 0.09
     typical_alpha: float = 0.3
-    draft_quantization: DraftQuantization | Literal["auto"] | None = AUTO
+    draft_quantization: DraftQuantization = "auto"
     ngram_min: int = 1
     ngram_max: int = 4
     hybrid: bool = False
@@ -129,9 +130,10 @@ class SpeculationConfig:
             checks.integer(me, "num_nodes", self.num_nodes, 1, 1024)
         if self.verification not in VERIFICATIONS:
             raise ValueError(f"{me}.verification must be one of {VERIFICATIONS}, got {self.verification!r}")
-        if self.draft_quantization not in (None, AUTO, *DRAFT_QUANTIZATIONS):
-            known = ", ".join(map(repr, (AUTO, *DRAFT_QUANTIZATIONS)))
-            raise ValueError(f"{me}.draft_quantization must be None or one of {known}, got {self.draft_quantization!r}")
+        if self.draft_quantization not in DRAFT_QUANTIZATIONS:
+            raise ValueError(
+                f"{me}.draft_quantization must be one of {DRAFT_QUANTIZATIONS}, got {self.draft_quantization!r}"
+            )
         if self.objective not in RULES:
             raise ValueError(f"{me}.objective must be one of {RULES}, got {self.objective!r}")
         for name in ("typical_threshold", "typical_alpha"):
@@ -274,7 +276,7 @@ class SpeculationConfig:
             "num_speculative_tokens_per_batch_size": rows if any(tokens for _, _, tokens in rows) else None,
             "topk": self.topk if self.topk > 1 else None, "num_nodes": self.num_nodes, "budget": self.budget,
             "candidate_budgets": self.candidate_budgets,
-            "draft_quantization": None if self.draft_quantization == AUTO else self.draft_quantization,
+            "draft_quantization": self.draft_quantization if self.draft_quantization in DRAFT_FORMATS else None,
         }  # fmt: skip
         return next((f"{name} {value}" for name, value in asked.items() if value), "")
 

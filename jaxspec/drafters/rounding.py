@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jaxspec.drafters.kind import DrafterKind
+from jaxspec.models import few_rows_fit
 from jaxspec.models.experts import MixtureOfExperts
 from jaxspec.models.layers import BLOCK, Linear, Shared
 from jaxspec.models.quantised import Quantised, stored_bytes
@@ -26,12 +27,12 @@ def check_weights(kind: DrafterKind[Any], name: str | None) -> None:
     """Refuses to round drafters of a kind without weights.
 
     Args:
-      name: of FORMATS, or "auto"; None: nothing is asked for.
+      name: of FORMATS; others ask for nothing of a kind.
 
     Raises:
       ValueError: names both.
     """
-    if name not in (None, "auto") and not kind.layouts:
+    if name in FORMATS and not kind.layouts:
         raise ValueError(f"draft_quantization {name!r} is for drafters that have weights, got drafter {kind.name!r}")
 
 
@@ -73,9 +74,18 @@ def round_drafter(module: Any, name: str) -> Any:
     return copy
 
 
-def can_round(module: Any, name: str) -> bool:
-    """Whether `round_drafter` finds something to round."""
-    return any(True for _ in _maps(module, FORMATS[name][2]))
+def gains_by_int8(module: Any) -> bool:
+    """Whether int8 halves what each drafted token reads, and nothing else: all maps are the drafter's own, none is in
+    few bits yet, and few rows by each of them have a kernel on Hopper.
+
+    What it borrows of its target would be there twice.
+    """
+    linears = [node for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
+    tied = getattr(module, "lm_head", 0) is None and isinstance(getattr(module, "embedding", None), Shared)
+    if tied or any(isinstance(x.kernel, Shared) or isinstance(x.kernel[...], Quantised) for x in linears):
+        return False
+    own = list(_maps(module, None))
+    return bool(own) and few_rows_fit.rounded_refusal(module, own) is None
 
 
 def _served(d_in: int, d_out: int, group: int | None) -> bool:

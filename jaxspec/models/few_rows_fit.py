@@ -6,7 +6,7 @@ Owns the refusals. Must not know how rounds run by the kernels, nor how weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -193,6 +193,25 @@ def unserved(
         return f"rows have {own[0]} features, more than {_WIDEST}"
     if any(size % TILE for size in own):
         return f"its weights of {own} on a device are no multiples of {TILE}"
+    return None
+
+
+def rounded_refusal(model: Any, linears: Iterable[Linear]) -> str | None:
+    """Why a model's maps, each with a scale per output in int8, would lose the kernels for few rows, or not have them.
+
+    Args:
+      linears: those that are to be rounded.
+    """
+    layers = refusal(model) is None
+    normed = layers and not norms_apart(model) and any(layer.attn.q_norm is not None for layer in blocks(model))
+    kinds = {id(linear): kind for kind, linear in maps(model)} if layers else {}
+    for linear in linears:
+        shape, kind = linear.kernel[...].shape, kinds.get(id(linear))
+        why = packed.refusal(jnp.int8, shape, 1)
+        if why is None and kind is not None:
+            why = packed_launch.room_refusal(kind, "int8", shape, 1, normed=normed and kind == "heads")
+        if why is not None:
+            return why
     return None
 
 

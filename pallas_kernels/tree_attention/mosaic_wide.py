@@ -69,7 +69,7 @@ def slower(args: TreeAttentionArgs) -> str | None:
     channels = args.q_BNHC.shape[3]
     if args.rows > ROWS:
         return None
-    if not mosaic_heads.fills(channels) and channels <= 128:
+    if not mosaic_heads.fills(channels):
         return f"few rows of heads of {channels} channels are padded and cut around it"
     if args.units <= MOST_FEW or channels > 128:
         return None

@@ -173,14 +173,35 @@ def test_auto_rounds_checkpoints_in_bfloat16_on_one_hopper_gpu(tmp_path: Path, m
     assert form(tmp_path, bfloat16, asked, 2) is None
     assert form(None, bfloat16, asked, 1) is None  # what the target drafts for itself
     assert form(tmp_path, bfloat16, SpeculationConfig(verification="typical"), 1) is None
-    assert form(tmp_path, bfloat16, SpeculationConfig(draft_quantization=None), 1) is None
+    assert form(tmp_path, bfloat16, SpeculationConfig(draft_quantization="none"), 1) is None
     assert form(tmp_path, float32, SpeculationConfig(draft_quantization="fp8"), 2) == "fp8"
-    assert draft_format(round_drafter(head(target, bfloat16), "int8"), tmp_path, bfloat16, asked, 1) is None
     drafting = drafting_of("eagle3", tmp_path / "head", target, bfloat16, asked, 1, "xla")
     assert drafting is not None and drafting.reload is not None and drafting.weights == "int8"
     params = drafting.bind(GEO)[1], drafting.reload(GEO, tmp_path / "head")
     for leaves in map(jax.tree.leaves, params):
         assert any(isinstance(x, jax.Array) and x.dtype == jnp.int8 for x in leaves)
+
+
+def test_auto_leaves_drafters_that_int8_would_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hopper(monkeypatch)
+    form = lambda module: draft_format(module, tmp_path, jnp.dtype(jnp.bfloat16), SpeculationConfig(), 1)
+    wide = dataclasses.replace(WIDE, intermediate_size=2 * WIDE.hidden_size)
+    model = lambda **change: Transformer(
+        dataclasses.replace(wide, **change), dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0)
+    )
+    assert form(model()) == "int8" and form(model(tie_word_embeddings=True)) == "int8"
+    # Kernels take whole times 256 inputs and 64 outputs.
+    assert form(model(hidden_size=WIDE.hidden_size + 128)) is None
+    assert form(model(vocab_size=WIDE.vocab_size + 32)) is None
+    target, some = model(), model()
+    borrows = Eagle1Head(
+        Eagle1Config(wide, wide.num_layers), Shared(target.embedding[...]), shared_lm_head(target),
+        dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(1),
+    )  # fmt: skip
+    assert form(borrows) is None  # it would have an output layer of its own
+    down = some.layers[0].mlp.down
+    down.kernel.set_value(rounded(down.kernel[...], "fp8"))
+    assert form(some) is None and form(round_drafter(head(target, jnp.bfloat16), "int8")) is None
 
 
 def test_a_rounded_head_may_be_bound_whole_and_shared_in_turns(monkeypatch: pytest.MonkeyPatch):

@@ -61,9 +61,9 @@ def plain_directory(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Pat
     ("name", "drafts", "options"),
     [
         pytest.param("int4", "int8", {}, marks=pytest.mark.covers(*COVERED, "few_bit_drafts", kind="eagle3")),
-        pytest.param("int8", None, {}, marks=MORE),
+        pytest.param("int8", "none", {}, marks=MORE),
         pytest.param("fp8", "fp8", {}, marks=MORE),
-        pytest.param("int8", None, dict(int8_activations=True), marks=MORE),
+        pytest.param("int8", "none", dict(int8_activations=True), marks=MORE),
     ],
 )
 def test_speculation_gives_the_tokens_of_plain_decoding(

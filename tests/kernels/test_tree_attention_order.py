@@ -165,7 +165,7 @@ def test_what_stands_for_the_kernels_computes_attention():
 def test_pieces_and_items_are_blocks_fews_and_groups():
     pieces, items = set(), set()
     for case in CASES:
-        heads, causal = (case.heads, case.kv_heads, case.head_dim, case.head_dim), case.mask == "causal"
+        heads, causal = (case.heads, case.kv_heads, case.head_dim), case.mask == "causal"
         few = Few(case.batch, case.nodes, case.nodes, *heads, case.page, causal, case.window, 0.1, 132, 2, True)
         length = jnp.asarray(lengths(case))
         for members in (2, 4, 8):

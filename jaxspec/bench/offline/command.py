@@ -20,7 +20,7 @@ from jaxspec.bench.offline.engines import Options, Parts, prepare
 from jaxspec.bench.offline.measure import Experiment, Sweep
 from jaxspec.bench.offline.metrics import summarize
 from jaxspec.bench.offline.workloads import BUILT_IN, FILE
-from jaxspec.config import AUTO, DRAFT_QUANTIZATIONS
+from jaxspec.config import DRAFT_QUANTIZATIONS
 from jaxspec.drafters import registry
 from jaxspec.names import DTYPES
 from jaxspec.tier import Tier, parse_tier
@@ -101,7 +101,7 @@ def _shared() -> argparse.ArgumentParser:
     add("--dtype", type=cli.dtype, choices=DTYPES, help="default: float32 on CPU, bfloat16 on accelerators")
     add("--hybrid", action="store_true", help="suffix matches in a request's own text draft beside the drafter")
     add("--hybrid-depth", type=int, metavar="N", help="of a hybrid's drafter (default: 3 in trees, else the tier's)")
-    add("--draft-quantization", choices=(AUTO, "none", *DRAFT_QUANTIZATIONS), default=AUTO,
+    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default="auto",
         help="round the drafter's weights (default: as engines do)")  # fmt: skip
     add("--batch-invariant", action="store_true", help="as EngineConfig.batch_invariant: bfloat16 without differences")
     add("--quick", action="store_true", help="fewer cells, shorter texts, one repeat")
@@ -223,7 +223,7 @@ def options_of(args: argparse.Namespace) -> Options:
         batch_invariant=args.batch_invariant,
         hybrid=args.hybrid,
         hybrid_depth=args.hybrid_depth,
-        draft_quantization=None if args.draft_quantization == "none" else args.draft_quantization,
+        draft_quantization=args.draft_quantization,
     )
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxspec.bench.offline.simulate import SimulatedDrafter, rate_for
 from jaxspec.bench.offline.widen import widen_head
 from jaxspec.bench.offline.workloads import FILE, Passage, built_in, load_prompts, queue
 from jaxspec.checkpointing import eagle3, hf
-from jaxspec.config import AUTO, DraftQuantization, EngineConfig, SpeculationConfig
+from jaxspec.config import DraftFormat, DraftQuantization, EngineConfig, SpeculationConfig
 from jaxspec.defaults import candidate_steps
 from jaxspec.drafters import registry
 from jaxspec.drafters.rounding import check_weights
@@ -66,7 +66,7 @@ class Options:
     batch_invariant: bool = False
     hybrid: bool = False
     hybrid_depth: int | None = None
-    draft_quantization: DraftQuantization | Literal["auto"] | None = AUTO
+    draft_quantization: DraftQuantization = "auto"
     grow_head: bool = False
 
 
@@ -77,6 +77,7 @@ class Parts:
 
     Attributes:
       passages: prompts by their kind.
+      draft_format: of the weights of the latest engine's drafter; None: as they were loaded.
 
     Raises:
       ValueError: what cannot be loaded or does not fit together.
@@ -85,6 +86,7 @@ class Parts:
     def __init__(self, options: Options):
         directory = resolve_model(options.model)
         self.options = options
+        self.draft_format: DraftFormat | None = None
         self.kind, self.head = resolve_drafter(options.drafter, directory)
         if options.grow_head and (options.grow is None or self.kind != "eagle3"):
             raise ValueError(
@@ -126,7 +128,7 @@ class Parts:
         """The target as it is measured."""
         return self.small if self.size is None else grow.grow_target(self.small, self.size)
 
-    def drafter(self, speculation: SpeculationConfig) -> tuple[Any, DraftQuantization | None]:
+    def drafter(self, speculation: SpeculationConfig) -> tuple[Any, DraftFormat | None]:
         """What is to be bound, and in which format; a grown target gets the grown head."""
         if self.size is None or self.kind != "eagle3":
             module = load_drafter(self.kind, self.head, self.target, self.dtype)
@@ -134,7 +136,7 @@ class Parts:
             assert self.head is not None
             head = grow.grow_head(eagle3.load_head(self.head, self.small, self.dtype), self.small.config, self.size)
             module = widen_head(head, self.size) if self.options.grow_head else head
-        form = draft_format(module, self.head, self.dtype, speculation, 1)
+        self.draft_format = form = draft_format(module, self.head, self.dtype, speculation, 1)
         return in_few_bits(module, form), form
 
     def engine(
@@ -274,7 +276,7 @@ def _conditions(parts: Parts, session: Experiment, skipped: int) -> dict[str, An
         "dtype": parts.dtype.name,
         "drafter": parts.kind + source + " and suffix matches" * options.hybrid,
         "hybrid_depth": options.hybrid_depth,
-        "draft_quantization": options.draft_quantization,
+        "draft_quantization": parts.draft_format,
         "grow": options.grow,
         "grow_head": options.grow_head,
         "geometry": None if parts.size is None else dataclasses.asdict(parts.size),

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxspec import cli
 from jaxspec.adaptive.costprofile import CostProfile
 from jaxspec.assemble import build_engine
-from jaxspec.config import AUTO, DRAFT_QUANTIZATIONS, EngineConfig, SpeculationConfig
+from jaxspec.config import DRAFT_QUANTIZATIONS, EngineConfig, SpeculationConfig
 from jaxspec.drafters import registry
 from jaxspec.names import DTYPES
 from jaxspec.resolve import resolve_drafter, resolve_model
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", required=True, help="the JSON to write")
     add("--model", default="demo", help='"demo", a Hugging Face directory or a hub id')
     add("--drafter", help=f"{', '.join(registry.names())}, a directory or a hub id (default: as LLM chooses)")
-    add("--draft-quantization", choices=(AUTO, "none", *DRAFT_QUANTIZATIONS), default=AUTO, help="of that server")
+    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default="auto", help="of that server")
     add("--tiers", metavar="1,3,chain-5", help="tiers of the server that it is for (default: the engine's)")
     add("--max-batch-size", type=int, default=8, help="of the server that it is for")
     add("--max-seq-len", type=int, help="longest prompt plus output (default: the model's, at most 2048)")
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> CostProfile:
     resolve_drafter(args.drafter, resolve_model(args.model))
     say("loading and compiling: up to a few minutes the first time, seconds from the cache")
     # A policy that runs one tier times nothing by itself; what the adaptive one may run is compiled.
-    form = None if args.draft_quantization == "none" else args.draft_quantization
-    speculation = SpeculationConfig(tiers=tiers, draft_quantization=form)
+    speculation = SpeculationConfig(tiers=tiers, draft_quantization=args.draft_quantization)
     engine = build_engine(args.model, args.drafter, speculation, config)
     geo = engine.runner.geo
     longest = longest_context(geo)

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jaxspec.adaptive.arms import packed_tokens
 from jaxspec.bench.studies import drafters, report
 from jaxspec.bench.studies.weights import FORMATS, MXFP4, quantise, random_weights
-from jaxspec.config import DRAFT_QUANTIZATIONS, DraftQuantization
+from jaxspec.config import DRAFT_FORMATS, DraftFormat
 from jaxspec.drafters import registry as kinds
 from jaxspec.drafters.rounding import check_weights
 from jaxspec.loading import in_few_bits, laid_out
@@ -59,8 +59,8 @@ _GPT_OSS_20B = ModelConfig(
     attention_sinks=True, norm_gain="float32", sliding_window=128, sliding_layers=tuple(range(0, 24, 2)),
     experts=Experts(32, 4, 2880, tuple(range(24)), scores="top_k", bias=True, hidden_act="clamped_swiglu"),
 )  # fmt: skip
-#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, Phi-3-mini, the demo's target and its draft model, small ones for
-#: rehearsals; with the heads' draft vocabularies.
+#: Llama 3.1 8B and 3.2 1B, Qwen3-30B-A3B, gpt-oss-20b, Phi-3-mini, the demo's target and its draft model, and small
+#: ones for rehearsals; with the heads' draft vocabularies.
 SHAPES = {
     "8b": (ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, rope_theta=5e5), 32000),
     "qwen3-8b": (
@@ -182,7 +182,7 @@ class Model:
     def runner(
         self, name: str, tiers: Sequence[Tier], batches: Sequence[int], context: int, *, kernels: str | None,
         sampled: bool, page: int, budgets: Sequence[float] = (), invariant: bool = False, layers: int | None = None,
-        draft_quantization: DraftQuantization | None = None,
+        draft_quantization: DraftFormat | None = None,
     ) -> Runner:  # fmt: skip
         """A runner with one executable a tier and batch, and one a budget.
 
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "KIND=TIER,TIER: its own tiers")  # fmt: skip
     add("--apart", action="store_true", help="one drafter after the other, each told as soon as it is measured")
     add("--draft-layers", type=int, help="of heads (default: by kind, as those of the demo)")
-    add("--draft-quantization", choices=("none", *DRAFT_QUANTIZATIONS), nargs="+", default=["none"],
+    add("--draft-quantization", choices=("none", *DRAFT_FORMATS), nargs="+", default=["none"],
         help="formats of drafters' weights, each measured for itself, on one device")  # fmt: skip
     add("--budget", type=float, nargs="+", default=[], help="packed rounds: drafted tokens verified a row, on average")
     add("--context", type=int, default=1024, help="committed tokens of each request")
@@ -407,7 +407,7 @@ def _measure(
         invariant=args.batch_invariant, layers=args.layers, packed=not args.experts_as_stored,
     )  # fmt: skip
 
-    def bench_of(asked: tuple[str, tuple[Tier, ...], DraftQuantization | None]) -> Bench:
+    def bench_of(asked: tuple[str, tuple[Tier, ...], DraftFormat | None]) -> Bench:
         name, own, form = asked
         own = own or [t for t in tiers if t.depth and (t.is_chain or drafters.draws_trees(name))]
         own = [Tier(0)] * (asked == every[0]) + [*own]

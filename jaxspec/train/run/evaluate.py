@@ -253,7 +253,7 @@ class _Timed:
         engine = build_engine(
             resolve_model(args.target),
             args.drafter,
-            SpeculationConfig(tiers=(*(Tier(d) for d in depths), *trees)),
+            SpeculationConfig(tiers=(*(Tier(d) for d in depths), *trees), draft_quantization="none"),
             EngineConfig(
                 max_batch_size=sizes[-1],
                 batch_buckets=sizes,
