@@ -204,7 +204,7 @@ def rounded_refusal(model: Any, linears: Iterable[Linear]) -> str | None:
     """
     layers = refusal(model) is None
     normed = layers and not norms_apart(model) and any(layer.attn.q_norm is not None for layer in blocks(model))
-    kinds = {id(linear): kind for kind, linear in maps(model)} if layers else {}
+    kinds: dict[int, packed_launch.Kind] = {id(linear): kind for kind, linear in maps(model)} if layers else {}
     for linear in linears:
         shape, kind = linear.kernel[...].shape, kinds.get(id(linear))
         why = packed.refusal(jnp.int8, shape, 1)
