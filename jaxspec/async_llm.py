@@ -78,6 +78,7 @@ class AsyncLLM:
         grammar: GrammarLike | None = None,
         priority: int = 0,
         tpot: float | None = None,
+        max_depth: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the prompt's output as it grows.
 
@@ -93,6 +94,7 @@ class AsyncLLM:
           grammar: what the text has to be, as LLM.generate takes it. Needs AsyncLLM(structured_output=True).
           priority: lower runs first, -100 to 100.
           tpot: seconds a token after the first that it asks for, as LLM.generate's.
+          max_depth: most drafts accepted in a round, as LLM.generate's.
 
         Raises:
           ValueError: a prompt, parameters or a request id that cannot be honoured.
@@ -107,7 +109,7 @@ class AsyncLLM:
         try:
             # A long text or a large grammar takes a while.
             prepared = await asyncio.to_thread(self._prepare, prompt, sampling_params, grammar)
-            stream.start(prepared, arrival_time, priority, tpot)
+            stream.start(prepared, arrival_time, priority, tpot, max_depth)
             finished = False
             while not finished:
                 output = await stream.next()
@@ -309,7 +311,9 @@ class _Stream:
 
     # The task's side.
 
-    def start(self, prepared: Prepared, arrival_time: float, priority: int, tpot: float | None) -> None:
+    def start(
+        self, prepared: Prepared, arrival_time: float, priority: int, tpot: float | None, max_depth: int | None
+    ) -> None:
         """Gives the prompt to the engine.
 
         Raises:
@@ -320,7 +324,7 @@ class _Stream:
         self._metrics = [RequestMetrics(arrival_time=arrival_time) for _ in range(n)]
 
         def add(engine: Engine) -> None:
-            ids = prepared.add(engine, arrival_time, priority, tpot)
+            ids = prepared.add(engine, arrival_time, priority, tpot, max_depth)
             self._engine, self._left = engine, set(ids)
             self._stepper.live.add(self)
             self._stepper.shared.listen(self, ids)

@@ -165,6 +165,7 @@ class LLM:
         grammar: Grammars = None,
         priority: int | Sequence[int] = 0,
         tpot: float | None = None,
+        max_depth: int | Sequence[int | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Completes one or many prompts.
@@ -178,6 +179,8 @@ class LLM:
           priority: of all prompts, or one each: lower runs first, -100 to 100.
           tpot: seconds a token after the first that they ask for, which under a budget serves those first that lag. It
             changes no token. None: as fast as may be.
+          max_depth: most drafts accepted in a round, of all prompts, or one each; 0 decodes token by token. It changes
+            no token under coupled verification. None: what the policy chooses.
           use_tqdm: a progress bar over prompts, where there is more than one; None: if this LLM shows its progress.
 
         Returns:
@@ -188,7 +191,7 @@ class LLM:
           ValueError: a prompt or parameters that cannot be honoured. Nothing was run, and the engine stays usable.
           Exception: what a step raised, in whichever thread: it ends every call under way.
         """
-        run = self._submit(prompts, sampling_params, grammar, priority, tpot, whole=True)
+        run = self._submit(prompts, sampling_params, grammar, priority, tpot, max_depth, whole=True)
         outputs: list[RequestOutput | None] = [None] * len(run.groups)
         try:
             shown = (self._progress if use_tqdm is None else use_tqdm) and len(run.groups) > 1
@@ -210,6 +213,7 @@ class LLM:
         grammar: Grammars = None,
         priority: int | Sequence[int] = 0,
         tpot: float | None = None,
+        max_depth: int | Sequence[int | None] | None = None,
     ) -> Iterator[tuple[int, Delta | Finished]]:
         """Yields (position of the prompt, what was added or how it ended) as tokens come.
 
@@ -217,7 +221,7 @@ class LLM:
         prompt that have ended so far, the last one's the whole. Streams and calls of `generate` may be interleaved, in
         one thread or in several: whoever waits for a token advances all of them.
         """
-        return self._submit(prompts, sampling_params, grammar, priority, tpot, whole=False)
+        return self._submit(prompts, sampling_params, grammar, priority, tpot, max_depth, whole=False)
 
     @tells_arguments(CALL_ELSEWHERE)
     def chat(
@@ -344,20 +348,21 @@ class LLM:
         grammar: Grammars,
         priority: int | Sequence[int],
         tpot: float | None,
+        max_depth: int | Sequence[int | None] | None,
         *,
         whole: bool,
     ) -> _Run:
         arrival_time = time.monotonic()
         prepared = self.prepare(prompts, params, grammar)
-        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(prepared)
-        if len(priorities) != len(prepared):
-            raise ValueError(f"priority must be one or one for each prompt: got {len(priorities)} for {len(prepared)}")
+        priorities, depths = (
+            _each(name, value, len(prepared)) for name, value in (("priority", priority), ("max_depth", max_depth))
+        )
 
         def submit(engine: Engine) -> _Run:
             groups: list[_Group] = []
             try:
                 for position, prompt in enumerate(prepared):
-                    ids = prompt.add(engine, arrival_time, priorities[position], tpot)
+                    ids = prompt.add(engine, arrival_time, priorities[position], tpot, depths[position])
                     groups.append(_Group(position, prompt.text, ids, {}))
                 run = _Run(self.shared, groups, whole)
                 self.shared.listen(run, [request_id for group in groups for request_id in group.ids])
@@ -369,6 +374,14 @@ class LLM:
             return run
 
         return self.shared.call(submit)
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """An argument's value for each prompt."""
+    values = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{name} must be one or one for each prompt: got {len(values)} for {count}")
+    return values
 
 
 class _Run(Iterator[tuple[int, Delta | Finished]]):

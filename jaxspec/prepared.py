@@ -31,7 +31,10 @@ class Prepared:
     params: SamplingParams
     grammar: Grammar | None
 
-    def add(self, engine: Engine, arrival_time: float, priority: int = 0, tpot: float | None = None) -> list[str]:
+    def add(
+        self, engine: Engine, arrival_time: float, priority: int = 0, tpot: float | None = None,
+        max_depth: int | None = None,
+    ) -> list[str]:  # fmt: skip
         """Queues every completion; returns the engine's request ids, by completion index.
 
         Raises:
@@ -43,7 +46,7 @@ class Prepared:
                 ids.append(
                     engine.add(
                         self.tokens, self.params, index=index, grammar=self.grammar, arrival_time=arrival_time,
-                        priority=priority, tpot=tpot,
+                        priority=priority, max_depth=max_depth, tpot=tpot,
                     )
                 )  # fmt: skip
         except BaseException:

@@ -29,6 +29,7 @@ CALL_ELSEWHERE = {
     "chat_template": Advice("leave it out, the template is the checkpoint's own (chat_template.jinja beside it)"),
     "continue_final_message": Advice("leave it out, generate continues the text of a template applied by hand"),
     "lora_request": Advice("leave it out, adapters are not served; merge them into the checkpoint"),
+    "num_speculative_tokens": "max_depth", "max_draft_tokens": "max_depth",
     "params": "sampling_params", "prompt_token_ids": "prompts", "inputs": "prompts", "conversation": "messages",
 }  # fmt: skip
 

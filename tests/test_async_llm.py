@@ -241,6 +241,8 @@ def test_what_cannot_be_honoured_is_refused(llm: LLM):
                 await last(server, prompt, params, "same")
         with pytest.raises(ValueError, match="priority must be an integer from -100 to 100, got 101"):
             await anext(server.generate("abc", GREEDY, priority=101))
+        with pytest.raises(ValueError, match="max_depth must be an integer from 0 to"):
+            await anext(server.generate("abc", GREEDY, max_depth=-1))
         first = server.generate("abc", LONG, "same")
         await anext(first)
         with pytest.raises(ValueError, match="request_id must be unique among live requests, got 'same' again"):

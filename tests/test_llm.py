@@ -57,6 +57,25 @@ def test_texts_and_token_ids_in_order(llm: LLM):
     idle(llm)
 
 
+def test_drafts_of_each_prompt_are_limited_and_change_no_token(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (free,) = llm.generate("kk", params)
+    assert sum(free.metrics.acceptance_histogram[2:]) > 0, "nothing shows a limit"
+    plain, one, last = llm.generate(["kk"] * 3, params, max_depth=[0, 1, None], use_tqdm=False)
+    assert free.token_ids == plain.token_ids == one.token_ids == last.token_ids
+    assert plain.metrics.accepted == sum(one.metrics.acceptance_histogram[2:]) == 0 < one.metrics.accepted
+    assert last.metrics.acceptance_histogram == free.metrics.acceptance_histogram
+    *_, (_, end) = llm.stream("kk", params, max_depth=0)
+    assert isinstance(end, Finished) and end.output.metrics.accepted == 0
+    for wrong, message in [
+        ([0], "max_depth must be one or one for each prompt: got 1 for 2"),
+        (-1, f"max_depth must be an integer from 0 to {2**31 - 1}, got -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(["abc", "lkj"], GREEDY, max_depth=wrong)
+    idle(llm)
+
+
 def test_no_prompts(llm: LLM):
     assert llm.generate([]) == llm.generate((), [], use_tqdm=False) == list(llm.stream([])) == []
     with pytest.raises(ValueError, match="params must be one SamplingParams or one for each prompt: got 1 for 0"):
