@@ -34,7 +34,8 @@ from pallas_kernels.tree_attention.mosaic_few import LOG2E, READ, ROW, Few
 from pallas_kernels.tree_attention.mosaic_launch import Launch
 from pallas_kernels.tree_attention.mosaic_merge import merge
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, FEW, GROUP, Sizes, plan
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, arrive, div, params, rem
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_sums import arrive
 from pallas_kernels.tree_attention.reference import Shared, TreeAttentionArgs
 
 #: Query rows of a KV head that are few: beyond, arithmetic counts.

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sizes import round_up
-from pallas_kernels.tree_attention import mosaic_heads, mosaic_rows
+from pallas_kernels.tree_attention import mosaic_heads, mosaic_rows, mosaic_sums
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
@@ -143,19 +143,19 @@ class Launch:
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
     def times(self, x: jax.Array, value: float, layout: Any) -> jax.Array:
-        return mosaic_rows.fused(
+        return mosaic_sums.fused(
             "times", x, self.cast(jnp.full_like(x, value), layout), layout=layout, pretend=self.interpret
         )
 
     def scaled(self, s: jax.Array, value: float, top: jax.Array) -> jax.Array:
         """s * value - top, rounded once."""
-        return mosaic_rows.fused(
+        return mosaic_sums.fused(
             "scaled", s, self.cast(jnp.full_like(s, value), SUMS), top, layout=SUMS, pretend=self.interpret
         )
 
     def fused(self, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, layout: Any) -> jax.Array:
         """a * b + c * d, the second product rounded before it is added."""
-        return mosaic_rows.fused("sum", a, b, c, d, layout=layout, pretend=self.interpret)
+        return mosaic_sums.fused("sum", a, b, c, d, layout=layout, pretend=self.interpret)
 
     def scores(self, q: Any, k: Any) -> jax.Array:
         """Queries [64, C] times keys [64, C]: [64, 64]."""
@@ -231,14 +231,14 @@ class Launch:
         """Partial sums [64, C], maxima and weights [64] of the tile's rows."""
         if not self.interpret:
             base, count = at * self.height, self.rows - tile * ROWS
-            return mosaic_rows.fetch(refs, self.head_dim, base, count, spread=self.spread)
+            return mosaic_sums.fetch(refs, self.head_dim, base, count, spread=self.spread)
         found = [ref[at] for ref in refs]
         return tuple(jnp.zeros((ROWS, *x.shape[1:]), x.dtype).at[self.places].set(x) for x in found)
 
     def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, tile: Any) -> None:
         """Writes what `fetch` reads."""
         if not self.interpret:
-            mosaic_rows.spill(refs, sums, at * self.height, self.rows - tile * ROWS, spread=self.spread)
+            mosaic_sums.spill(refs, sums, at * self.height, self.rows - tile * ROWS, spread=self.spread)
             return
         for ref, value in zip(refs, sums, strict=True):
             ref.at[at][...] = value[self.places]
@@ -246,7 +246,7 @@ class Launch:
     def store(self, out: Any, value: jax.Array, base: Any, at: tuple[Any, Any]) -> None:
         """The only tile's rows to the result [B, N, H, C]; `at` is the request and the KV head."""
         if not self.interpret:
-            mosaic_rows.store(out, value, self.queries, base, self.rows, spread=self.spread, lead=self.lead)
+            mosaic_sums.store(out, value, self.queries, base, self.rows, spread=self.spread, lead=self.lead)
             return
         b, head = at
         rows = value[self.places][: self.rows, self.lead :].reshape(self.nodes, self.group, self.channels)
@@ -267,18 +267,18 @@ class Launch:
         return next((x for x in fits if values >= x * LANES * self.programs), 1)
 
     def gather(self, refs: tuple[Any, ...], bases: Sequence[Any], first: Any) -> Sequence[jax.Array]:
-        """mosaic_rows.gather."""
+        """mosaic_sums.gather."""
         if not self.interpret:
-            return mosaic_rows.gather(refs, self.head_dim, self.width, bases, first)
+            return mosaic_sums.gather(refs, self.head_dim, self.width, bases, first)
         rows = [div(first + base, self.height) for base in bases], [rem(first + base, self.height) for base in bases]
         acc = jnp.concatenate([refs[0][at] for at in zip(*rows, strict=True)]).reshape(-1, self.width)
         vectors = (jnp.stack([ref[at] for at in zip(*rows, strict=True)]) for ref in refs[1:])
         return *acc.T, *(jnp.repeat(x, LANES // len(bases)) for x in vectors)
 
     def write(self, ref: Any, values: Sequence[jax.Array], program: Any) -> None:
-        """mosaic_rows.write to a row of [programs, values]."""
+        """mosaic_sums.write to a row of [programs, values]."""
         if self.interpret:
             rows = jnp.stack(values, axis=1).reshape(-1, self.head_dim)[:, self.lead :]
             ref.at[program][...] = rows.reshape(-1).astype(ref.dtype)
         else:
-            mosaic_rows.write(ref, values, program * ref.shape[1], self.head_dim, self.lead)
+            mosaic_sums.write(ref, values, program * ref.shape[1], self.head_dim, self.lead)

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import overlap
 from pallas_kernels.tree_attention.mosaic_launch import LANES, Launch
 from pallas_kernels.tree_attention.mosaic_plan import FEW, GROUP
-from pallas_kernels.tree_attention.mosaic_rows import LINE, MASKED, ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_rows import MASKED, ROWS, div, params, rem
+from pallas_kernels.tree_attention.mosaic_sums import LINE
 
 #: Weighted values, maxima and weights: of a thread's channels each its own, then one for all of them.
 Sums = tuple[jax.Array, ...]

@@ -27,7 +27,8 @@ from pallas_kernels.tree_attention.mosaic_few import ROW, Few
 from pallas_kernels.tree_attention.mosaic_launch import LANES, MAX_STAGES, ROOM, SHARED, SUMS
 from pallas_kernels.tree_attention.mosaic_merge import Sums
 from pallas_kernels.tree_attention.mosaic_plan import BLOCK, GROUP
-from pallas_kernels.tree_attention.mosaic_rows import LINE, ROWS, div, line, rem
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, div, rem
+from pallas_kernels.tree_attention.mosaic_sums import LINE, line
 
 #: Pieces whose sums a warpgroup keeps, and blocks of its ring that must have room besides.
 _MOST_HELD, _LEAST_STAGES = 4, 2

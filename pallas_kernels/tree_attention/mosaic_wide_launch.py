@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention import mosaic_rows, mosaic_tiles
+from pallas_kernels.tree_attention import mosaic_rows, mosaic_sums, mosaic_tiles
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
 _F32, _I32 = jnp.float32, jnp.int32
@@ -225,14 +225,14 @@ class Launch:
         """A tile's partial sums [64, PART] of channels from PART * part on, maxima and weights [64]."""
         if not self.interpret:
             count, columns = self.rows - number * ROWS, (part * PART, PART)
-            return mosaic_rows.fetch(refs, self.head_dim, at * ROWS, count, columns=columns)
+            return mosaic_sums.fetch(refs, self.head_dim, at * ROWS, count, columns=columns)
         acc, *vectors = refs
         return acc[at, :, pl.ds(part * PART, PART)], *(ref[at] for ref in vectors)
 
     def spill(self, refs: tuple[Any, ...], sums: tuple[Any, ...], at: Any, number: Any) -> None:
         """Writes what `fetch` reads, of the rows in use."""
         if not self.interpret:
-            mosaic_rows.spill(refs, sums, at * ROWS, self.rows - number * ROWS)
+            mosaic_sums.spill(refs, sums, at * ROWS, self.rows - number * ROWS)
             return
         for ref, value in zip(refs, sums, strict=True):
             ref.at[at][...] = value

@@ -103,7 +103,7 @@ class Noted:
 
 
 def arrive(words: list[int], unit: int, others: int) -> int:
-    """mosaic_rows.arrive, of one warpgroup after the other."""
+    """mosaic_sums.arrive, of one warpgroup after the other."""
     last = words[unit] == others
     words[unit] = 0 if last else words[unit] + 1
     return int(last)
