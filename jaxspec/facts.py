@@ -67,6 +67,13 @@ class EngineFacts:
             raise ValueError(
                 f"min_tokens can ban {_MAX_BANNED} end tokens of the checkpoint, but it has {len(self.eos)}"
             )
+        if params.allowed_token_ids is not None and params.min_tokens:
+            banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
+            if banned.issuperset(params.allowed_token_ids):
+                raise ValueError(
+                    f"allowed_token_ids must hold a token that min_tokens = {params.min_tokens} does not forbid, got "
+                    f"{list(params.allowed_token_ids)}"
+                )
         if grammar is not None:
             self._check_grammar(grammar, params)
 
@@ -80,6 +87,8 @@ class EngineFacts:
                 f"the grammar was compiled for {grammar.vocab_size} tokens, "
                 f"but this engine's vocabulary has {self.vocab_size}"
             )
+        if params.allowed_token_ids is not None:
+            raise ValueError("allowed_token_ids must be None with a grammar, which says what a text may be")
         if params.min_tokens:
             raise ValueError(
                 f"min_tokens must be 0 with a grammar, which says when a text ends, got {params.min_tokens}"

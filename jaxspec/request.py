@@ -37,7 +37,6 @@ SAMPLING_ELSEWHERE = {
     "guided_grammar": _GRAMMAR % "lark", "json_schema": _GRAMMAR % "json_schema", "regex": _GRAMMAR % "regex",
     "best_of": Advice("leave it out, ask for n completions and keep the one that you like best"),
     "num_beams": _NO_BEAMS, "use_beam_search": _NO_BEAMS, "length_penalty": _NO_BEAMS,
-    "allowed_token_ids": Advice("leave it out, a grammar says what a text may be"),
     "bad_words": Advice("leave it out, logit_bias makes tokens unlikely"),
     "logits_processors": Advice("leave it out, there are logit_bias, penalties and grammars"),
     "prompt_logprobs": Advice("leave it out, log-probabilities are of generated tokens alone"),
@@ -106,6 +105,7 @@ class SamplingParams:
       presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
       repetition_penalty: [0.001, 1000], over prompt and generated tokens; 1 is none.
       logit_bias: added to the logits of these token ids, each in [-100, 100].
+      allowed_token_ids: no others can be drawn, end of sequence included; at least one. None: all. Not with a grammar.
       logprobs: alternatives reported for each token, 0 to 20; None reports nothing.
       include_stop_str_in_output: keep the stop string at the end of the text.
       skip_special_tokens: leave special tokens out of the text.
@@ -129,6 +129,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -151,6 +152,7 @@ class SamplingParams:
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3),
             "logit_bias": self._checked_bias(),
+            "allowed_token_ids": self._checked_allowed(),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
         }
         checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
@@ -181,6 +183,19 @@ class SamplingParams:
             for token, bias in self.logit_bias.items()
         }
 
+    def _checked_allowed(self) -> tuple[int, ...] | None:
+        if self.allowed_token_ids is None:
+            return None
+        allowed = _items("allowed_token_ids", self.allowed_token_ids, _INT32_MAX)
+        if not allowed:
+            raise ValueError("allowed_token_ids must hold at least one token id, or be None, got none")
+        return tuple(_integer("allowed_token_ids", token, 0, _INT32_MAX) for token in allowed)
+
+    @property
+    def biased(self) -> bool:
+        """Something is added to the logits, whatever the text."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
+
     @property
     def greedy(self) -> bool:
         """The argmax is taken at every position."""
@@ -199,13 +214,13 @@ class SamplingParams:
     @property
     def plain_greedy(self) -> bool:
         """The argmax of the raw logits, nothing else asked for: the row may run in a "greedy" executable."""
-        shaped = self.uses_penalties or self.logit_bias or self.masks_stop_tokens
+        shaped = self.uses_penalties or self.biased or self.masks_stop_tokens
         return self.greedy and not shaped and self.logprobs is None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError when a stop token or a biased token lies outside [0, vocab_size)."""
-        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
-            for token in tokens:
+        """Raises ValueError when a stop token, a biased or an allowed one lies outside [0, vocab_size)."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise ValueError(f"{name} must be below the vocabulary size {vocab_size}, got {token}")
 

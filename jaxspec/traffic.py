@@ -84,4 +84,4 @@ class TrafficLog:
 
 def _filtered(params: SamplingParams) -> bool:
     kept_all = params.top_p == 1.0 and params.top_k in (0, -1) and params.min_p == 0.0
-    return not kept_all or params.uses_penalties or bool(params.logit_bias) or params.masks_stop_tokens
+    return not kept_all or params.uses_penalties or params.biased or params.masks_stop_tokens

@@ -76,6 +76,17 @@ def test_drafts_of_each_prompt_are_limited_and_change_no_token(llm: LLM):
     idle(llm)
 
 
+def test_no_token_but_those_allowed(llm: LLM):
+    for params in (dict(temperature=0), dict(temperature=2.0, seed=1), dict(temperature=1.0, seed=2, top_k=9)):
+        params = SamplingParams(allowed_token_ids=[1, 4, EOS], max_tokens=30, **params)
+        (output,) = llm.generate("abc", params)
+        assert {*output.token_ids} <= {1, 4, EOS} and (len(output.token_ids) == 30) != (EOS in output.token_ids)
+    one = SamplingParams(temperature=0, allowed_token_ids=[7], max_tokens=5, logit_bias={3: 100.0, 7: -100.0})
+    assert llm.generate("abc", one)[0].token_ids == [7] * 5
+    assert llm.generate("abc", GREEDY)[0].token_ids != [7] * 12, "what a slot allowed is left for the next request"
+    idle(llm)
+
+
 def test_no_prompts(llm: LLM):
     assert llm.generate([]) == llm.generate((), [], use_tqdm=False) == list(llm.stream([])) == []
     with pytest.raises(ValueError, match="params must be one SamplingParams or one for each prompt: got 1 for 0"):
@@ -335,6 +346,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([[1.5]], {}, r"prompt token ids .*got 1.5"),
     (["abc", "a" * 64], {}, r"prompt must be shorter than max_seq_len = 64 tokens, got 64"),
     ("abc", {"logit_bias": {13: 1.0}}, r"logit_bias must be below the vocabulary size 13, got 13"),
+    ("abc", {"allowed_token_ids": [13]}, r"allowed_token_ids must be below the vocabulary size 13, got 13"),
+    ("abc", dict(allowed_token_ids=[EOS, 3], stop_token_ids=[3], min_tokens=1), r"min_tokens = 1 does not forbid"),
 ]
 
 

@@ -17,6 +17,7 @@ from jaxspec.scheduling.shapes import Call, Piece, PrefillShape
 from jaxspec.speculation.layouts import Admission, Chunks
 from jaxspec.speculation.sampling import INT32_MAX, MAX_STOP_IDS, SamplingState
 from jaxspec.speculation.state import Geometry
+from pallas_kernels.rejection_sampling.reference import NEG_INF
 
 
 def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admission:
@@ -45,10 +46,13 @@ def admission(chunk: PrefillChunk, eos: Sequence[int], vocab_size: int) -> Admis
 
 
 def bias_of(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """A request's logit bias, float32 [1, V]."""
+    """A request's logit bias, float32 [1, V]; of tokens that are not allowed what no logit makes up for."""
     bias = np.zeros((1, vocab_size), np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = NEG_INF
+        bias[0, list(params.allowed_token_ids)] = 0.0
     for token, value in (params.logit_bias or {}).items():
-        bias[0, token] = value
+        bias[0, token] += value
     return bias
 
 

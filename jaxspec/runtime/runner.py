@@ -87,8 +87,8 @@ class Runner(Arriving):
         """Uploads requests' rows: tokens, parameters and page tables."""
         vocab, eos = self.config.vocab_size, self._can.eos
         ready = [key for rows in self._can.admit_rows if (key := AdmitKey(rows, rows == 1)) in self._compiled]
-        left = [chunk for chunk in chunks if not chunk.request.params.logit_bias]
-        biased = [[chunk] for chunk in chunks if chunk.request.params.logit_bias]
+        left = [chunk for chunk in chunks if not chunk.request.params.biased]
+        biased = [[chunk] for chunk in chunks if chunk.request.params.biased]
         groups = []
         while left:
             key = next((key for key in ready if key.rows >= len(left)), ready[-1])

@@ -43,6 +43,8 @@ def sample(x: np.ndarray, p: SamplingParams, noise: np.ndarray, output: list[int
     x = x.astype(np.float64)
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
+    if p.allowed_token_ids is not None:
+        x[~np.isin(np.arange(len(x)), p.allowed_token_ids)] = -1e30
     if len(output) < p.min_tokens:
         x[[*p.stop_token_ids, *([] if p.ignore_eos else [eos])]] = -1e30
     for token in range(len(x)):
