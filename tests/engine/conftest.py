@@ -387,17 +387,7 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
         (prompt(8), SamplingParams(temperature=0, logprobs=3, **long)),
         (prompt(12), SamplingParams(temperature=0.9, logprobs=0, seed=7, max_tokens=36)),
         (prompt(40), SamplingParams(temperature=0, **long)),
-        (
-            prompt(33),
-            SamplingParams(
-                temperature=1.5,
-                top_p=0.8,
-                repetition_penalty=0.8,
-                seed=8,
-                allowed_token_ids=[0, 2, 3, 7, 8, 10],
-                **long,
-            ),
-        ),
+        (prompt(33), SamplingParams(temperature=1.5, top_p=0.8, repetition_penalty=0.8, seed=8, **long)),
         (prompt(17), SamplingParams(temperature=0, logit_bias={EOS: 3.0}, min_tokens=5, max_tokens=36)),
         (prompt(3), SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=1)),
         (prompt(4), SamplingParams(temperature=0, max_tokens=2)),
