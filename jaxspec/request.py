@@ -48,7 +48,9 @@ SAMPLING_ELSEWHERE = {
 }  # fmt: skip
 #: The same of flags, where what a text has to be is one as well.
 SAMPLING_FLAGS = {
-    **SAMPLING_ELSEWHERE, "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
+    **SAMPLING_ELSEWHERE,
+    "allowed_token_ids": Advice("leave the flag out, a grammar says what a text may be; programs have SamplingParams"),
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
     "grammar": "json_schema, regex, choice", "guided_decoding": "json_schema, regex, choice",
     "structured_outputs": "json_schema, regex, choice", "response_format": "json_schema",
 }  # fmt: skip

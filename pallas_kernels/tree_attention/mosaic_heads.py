@@ -1,9 +1,10 @@
 """Heads whose channels fill no whole tiles of 64, as heads that do: what wgmma and the copy engine take.
 
-A page's row holds a head's keys and its values side by side. Its keys are read with the first values behind them,
-which queries of zeros leave out of the scores, and its values with the last keys before them, whose sums are dropped.
-So heads of 96 channels read 128 twice of a row's 192, and nothing is copied for them but queries, new tokens and the
-result. A value that is not finite in a token's first channels reaches all channels of those who see it.
+A page's row holds a head's keys and its values side by side. Keys are multiplied with the first values behind them,
+which queries of zeros leave out of the scores, and values with the last keys before them, whose sums are dropped. The
+kernel for few rows brings a row once and leaves out what is not a head's; that for many brings both by themselves, and
+queries, new tokens and results are padded and cut around it (`widened`, `narrowed`). A value that is not finite in a
+token's first channels reaches all channels of those who see it.
 """
 
 from __future__ import annotations

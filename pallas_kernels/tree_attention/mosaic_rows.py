@@ -143,6 +143,15 @@ def _of_row(source: Source, row: Any) -> Any:
     return arith.addi(outer, arith.muli(arith.remui(row, c(source.group)), c(source.inner)))
 
 
+def _place(row: Any, chunk: Any, across: int) -> Any:
+    """Where a row's chunk of 16 bytes lies in a tile whose eights of rows are so many bytes apart, in bytes."""
+    c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
+    inner, tile, at = arith.remui(row, c(8)), arith.divui(chunk, c(8)), arith.remui(chunk, c(8))
+    begin = arith.addi(arith.muli(arith.divui(row, c(8)), c(across)), arith.muli(tile, c(1024)))
+    begin = arith.addi(begin, arith.muli(inner, c(128)))
+    return arith.addi(begin, arith.muli(arith.xori(at, inner), c(16)))
+
+
 def _put(
     tiles: Sequence[Any], refs: Sequence[Any], loaded: Sequence[Any], source: Source, channels: int,
     leads: Sequence[int], count: int, spread: bool, clear: bool, finite: bool, base: Any, first: Any, low: Any,
@@ -168,11 +177,7 @@ def _put(
 
     def place(row: Any, lead: int) -> Any:
         """Where this thread's chunk of a row lies in a tile, in bytes."""
-        inner, at = arith.remui(row, c(8)), arith.addi(chunk, c(lead // _CHUNK)) if lead else chunk
-        tile, at = arith.divui(at, c(8)), arith.remui(at, c(8))
-        begin = arith.addi(arith.muli(arith.divui(row, c(8)), c(across)), arith.muli(tile, c(1024)))
-        begin = arith.addi(begin, arith.muli(inner, c(128)))
-        return arith.addi(begin, arith.muli(arith.xori(at, inner), c(16)))
+        return _place(row, arith.addi(chunk, c(lead // _CHUNK)) if lead else chunk, across)
 
     def store(value: Any, i: int, row: Any, live: Any) -> None:
         with utils.when(live if own is None else arith.andi(live, own)):
@@ -216,17 +221,9 @@ def clear(tile: Any, first: int) -> None:
         thread, four = arith.remui(utils.thread_idx(), c(THREADS)), ir.VectorType.get((4,), i32)
         zeros = arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, 0)))
         row, half = arith.divui(thread, c(2)), arith.remui(thread, c(2))  # a row is two threads'
-        begin = arith.addi(
-            arith.muli(arith.divui(row, c(8)), c(2 * strides[0])), arith.muli(arith.remui(row, c(8)), c(128))
-        )
         for chunk in range(first // _CHUNK, where.shape[1] * 64 // _CHUNK, 2):
-            at = arith.addi(half, c(chunk))
-            place = arith.muli(arith.xori(arith.remui(at, c(8)), arith.remui(row, c(8))), c(16))
-            place = arith.addi(place, arith.muli(arith.divui(at, c(8)), c(1024)))
-            pointer = utils.getelementptr(
-                utils.memref_ptr(tile), [arith.addi(begin, place)], ir.IntegerType.get_signless(8)
-            )
-            llvm.store(zeros, pointer, alignment=16)
+            place, byte = _place(row, arith.addi(half, c(chunk)), 2 * strides[0]), ir.IntegerType.get_signless(8)
+            llvm.store(zeros, utils.getelementptr(utils.memref_ptr(tile), [place], byte), alignment=16)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled()),))(run)(tile)
 

@@ -148,17 +148,8 @@ def test_takes_the_place_of_triton_on_hopper_with_the_others(monkeypatch: pytest
     monkeypatch.setattr(api, "supported", lambda: "another device")
     run(CASES["tree64-b8-8k"].shapes())
     monkeypatch.setattr(api, "supported", lambda: None)
-    for name in (
-        "tree64-b8-8k",
-        "decode-b8-8k",
-        "d256",
-        "page16",
-        "latent-h128",
-        "latent-prefill256",
-        "f32",
-        "d96",
-        "d80",
-    ):
+    served = "tree64-b8-8k", "decode-b8-8k", "d256", "page16", "latent-h128", "latent-prefill256", "f32", "d96", "d80"
+    for name in served:
         run(CASES[name].shapes())
     run(CASES["tree64-b8-8k"].shapes(), blocks=1)
     names = "triton", "wide", "mosaic", "wide", "wide", "latent", "latent", "plain", "mosaic", "triton"
