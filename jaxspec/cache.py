@@ -214,7 +214,10 @@ def commit(
     page_BN = jnp.take_along_axis(table_BM, jnp.where(in_table, column_BN, 0), axis=1)
     write = write_BN & ready_B[:, None] & in_table & (page_BN < num_pages)
     index_LBN = page_BN[None] + (jnp.arange(layers, dtype=page_BN.dtype) * num_pages)[:, None, None]
-    index_LBN = jnp.where(write[None], index_LBN, layers * num_pages)
+    # Pages of their own beyond the end, so that no two are the same: else GPUs write each number of 16 bits by an
+    # atomic operation.
+    nowhere_LBN = layers * num_pages + jnp.arange(index_LBN.size, dtype=page_BN.dtype).reshape(index_LBN.shape)
+    index_LBN = jnp.where(write[None], index_LBN, nowhere_LBN)
     offset_LBN = jnp.broadcast_to((position_BN % page)[None], index_LBN.shape)
 
     def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
@@ -224,7 +227,7 @@ def commit(
         for first in range(0, layers, each):
             own = slice(first, first + each)
             at = index_LBN[own][..., None], head_G, offset_LBN[own][..., None]
-            pages = pages.at[at].set(kv_LBNGc[own], mode="drop")
+            pages = pages.at[at].set(kv_LBNGc[own], mode="drop", unique_indices=True)
         return pages
 
     spare = pages.shape[3] - kv_LBNGc.shape[-1]

@@ -173,8 +173,10 @@ class CachedText:
         self, draft: DraftCache, slot: jax.Array, position: jax.Array, aux: jax.Array, keep: jax.Array
     ) -> DraftCache:
         """Puts auxiliary states [..., A] of positions, those to keep, into their slots' rings."""
-        slot = jnp.where(keep, slot, self.geo.slots)
-        ring = draft.ring_SRA.at[slot, position % self.ring].set(aux.astype(draft.ring_SRA.dtype), mode="drop")
+        # No two are the same, as in `commit`.
+        slot = jnp.where(keep, slot, self.geo.slots + jnp.arange(keep.size, dtype=jnp.int32).reshape(keep.shape))
+        at, aux = (slot, position % self.ring), aux.astype(draft.ring_SRA.dtype)
+        ring = draft.ring_SRA.at[at].set(aux, mode="drop", unique_indices=True)
         return dataclasses.replace(draft, ring_SRA=ring)
 
     def prefill(
