@@ -326,18 +326,30 @@ class DecoderLayer(nnx.Module):
         self.residual_scale = cfg.residual_scale
 
     def __call__(self, x_BNE: jax.Array, rope: Tables | None, attend: Attend, layer: int) -> jax.Array:
-        normed_BNE = x_BNE if self.attn_norm is None else self.attn_norm(x_BNE)
-        out_BNE = self.attn(normed_BNE, rope, attend, layer)
+        out_BNE = self.attn(_normed(x_BNE, self.attn_norm), rope, attend, layer)
         x_BNE = answered(attend, layer, x_BNE)
         if not x_BNE.size:
             return x_BNE
         x_BNE = self._added(x_BNE, out_BNE, self.attn_out_norm)
-        normed_BNE = x_BNE if self.mlp_norm is None else self.mlp_norm(x_BNE)
-        return self._added(x_BNE, self.mlp(normed_BNE), self.mlp_out_norm)
+        return self._added(x_BNE, self.mlp(_normed(x_BNE, self.mlp_norm)), self.mlp_out_norm)
 
     def _added(self, x_BNE: jax.Array, out_BNE: jax.Array, norm: RMSNorm | None) -> jax.Array:
         out_BNE = out_BNE if norm is None else norm(out_BNE)
         return x_BNE + _scaled(out_BNE, self.residual_scale)
+
+
+#: Rows up to which XLA's products for GPUs may gain by a norm's gain in them.
+_FEW = 32
+
+
+def _normed(x_BNE: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    if norm is None:
+        return x_BNE
+    normed_BNE = norm(x_BNE)
+    if jax.default_backend() == "gpu" and math.prod(x_BNE.shape[:-1]) > _FEW:
+        # Else XLA takes the gain to the product, whose library then has it multiplied by a kernel of its own.
+        return jax.lax.optimization_barrier(normed_BNE)
+    return normed_BNE
 
 
 def _scaled(x: jax.Array, by: float) -> jax.Array:
