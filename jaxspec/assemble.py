@@ -33,6 +33,7 @@ from jaxspec.defaults import (
     prompts_of,
     scheduling,
     several,
+    without_end,
 )
 from jaxspec.drafters import registry
 from jaxspec.drafters.directories import chat_modes
@@ -241,7 +242,7 @@ def assemble(
     both = ("sampled",) if jax.default_backend() == "cpu" else ("greedy", "sampled")
     usual = prompts_of(config)
     runs = RunnerConfig(
-        choice.reachable, shapes_for(geo, usual.alone, usual.several), usual.overhead, usual.unsampled, eos,
+        choice.reachable, shapes_for(geo, usual.alone, usual.several), usual.overhead, without_end(config, geo), eos,
         variants=tuple(sorted({v == "sampled" for v in config.variants or both})),
         rejection=speculation.verification == "rejection",
         typical=None if built is None else _typical(speculation), guided=grammars is not None, budgets=choice.budgets,

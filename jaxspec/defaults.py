@@ -41,15 +41,17 @@ class Prompts:
     """How a backend computes prompts well (docs/notes.md).
 
     Attributes:
-      chunk: most tokens of a prompt between two rounds, where nothing else is said.
+      chunk: most tokens of a prompt in a step, where nothing else is said.
+      beside: the same while others decode, and of all prompts together.
       alone, several: see shapes_for.
       overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
         the weights are read.
-      unsampled: see RunnerConfig.prefill_unsampled.
+      unsampled: whether there are executables for chunks that end no prompt, where reading the output layer matters.
       mixed: prompt tokens that a round takes along, where nothing else is said.
     """
 
     chunk: int
+    beside: int
     alone: tuple[int, ...]
     several: tuple[PrefillShape, ...]
     overhead: int
@@ -57,10 +59,12 @@ class Prompts:
     mixed: int
 
 
-_CPU = Prompts(256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False, mixed=0)
+_CPU = Prompts(256, 256, (16, 64), (PrefillShape(64, 8, 32),), overhead=8, unsampled=False, mixed=0)
 _ACCELERATOR = Prompts(
-    1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True, mixed=128
-)
+    1024, 1024, (64, 256), (PrefillShape(256, 16, 64), PrefillShape(1024, 32, 128)), overhead=256, unsampled=True,
+    mixed=128,
+)  # fmt: skip
+_GPU = dataclasses.replace(_ACCELERATOR, chunk=2048, alone=(64, 256, 512, 1024), overhead=128)
 #: Chunks in one pass with a round, and the batch size from which that is worth an executable by itself: in smaller ones
 #: requests end, and others begin, too seldom.
 _MIXED_ROWS, _MIXED_FROM = 4, 4
@@ -68,12 +72,27 @@ _MIXED_ROWS, _MIXED_FROM = 4, 4
 
 def prompts() -> Prompts:
     """This backend's."""
-    return _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
+    return {"cpu": _CPU, "gpu": _GPU}.get(jax.default_backend(), _ACCELERATOR)
 
 
 def prompts_of(config: EngineConfig) -> Prompts:
-    """This backend's; together with other requests' only where bits may depend on what is computed beside a token."""
-    return dataclasses.replace(prompts(), several=()) if config.batch_invariant else prompts()
+    """This backend's, as far as an engine says nothing else.
+
+    Where bits may not depend on what is computed beside a token, no prompts are computed together, and none is cut
+    otherwise while others decode.
+    """
+    usual = prompts()
+    if config.batch_invariant:
+        return dataclasses.replace(usual, chunk=config.prefill_chunk or usual.beside, several=())
+    if config.prefill_chunk is not None:
+        return dataclasses.replace(usual, chunk=config.prefill_chunk, beside=config.prefill_chunk)
+    return usual
+
+
+def without_end(config: EngineConfig, geo: Geometry) -> tuple[int, ...]:
+    """Sizes of single chunks that end no prompt: as much as goes at once, beside others that decode or not."""
+    usual = prompts_of(config)
+    return tuple(sorted({geo.prefill_chunk, min(usual.beside, geo.prefill_chunk)})) if usual.unsampled else ()
 
 
 def in_background(config: EngineConfig) -> bool:
@@ -112,8 +131,9 @@ def geometry(config: EngineConfig, context: int, depth: int) -> Geometry:
     """The sizes of an engine, for a model of this context and tiers up to this depth."""
     longest = longest_text(config, context)
     pages_per_seq = -(-(longest + depth + 1) // config.page_size)
-    together = config.max_num_batched_tokens or config.prefill_chunk or prompts().chunk
-    chunk = min(config.prefill_chunk or prompts().chunk, together, longest)
+    usual = prompts_of(config)
+    together = config.max_num_batched_tokens or usual.chunk
+    chunk = min(usual.chunk, together, longest)
     return Geometry(
         slots=config.max_batch_size, num_pages=config.num_pages or config.max_batch_size * pages_per_seq,
         page_size=config.page_size, pages_per_seq=pages_per_seq, max_depth=depth, max_seq_len=longest,
@@ -137,6 +157,13 @@ def scheduling(
     """
     if config.batch_invariant:
         return SchedulerConfig(geo, False, lookahead, window=window)
-    alone = [shape.size for shape in shapes if shape.rows == 1]
-    shorter = shorter_chunks(alone, prompts().overhead, doubling)
-    return SchedulerConfig(geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter, window=window)
+    usual = prompts_of(config)
+    beside = min(usual.beside, geo.prefill_chunk)
+    alone = [shape.size for shape in shapes if shape.rows == 1 and shape.size <= beside]
+    shorter = shorter_chunks(alone, usual.overhead, doubling)
+    if beside < geo.prefill_chunk:
+        shorter = ((0, beside), *shorter)
+    together = None if config.max_num_batched_tokens or config.prefill_chunk else usual.beside
+    return SchedulerConfig(
+        geo, config.enable_prefix_caching, lookahead, shorter_chunks=shorter, window=window, batched_beside=together
+    )

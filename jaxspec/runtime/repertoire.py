@@ -35,7 +35,7 @@ class RunnerConfig:
       reachable: {tier: buckets} that the policy can select.
       prefill_shapes: for prompts, ascending; the first is of one chunk.
       prefill_overhead: what a call for prompts costs beside its size, in tokens (scheduling.shapes.cover).
-      prefill_unsampled: whether chunks that end no prompt run without the output layer, where reading that matters.
+      prefill_unsampled: sizes of single chunks that run without the output layer where they end no prompt.
       eos: token ids that min_tokens bans besides a request's own stop ids.
       variants: which rounds to compile: False for greedy ones, True for sampled ones (which serve every batch).
       rejection, typical: how drafts of sampled rows are verified (speculation.round.RoundSpec).
@@ -48,7 +48,7 @@ class RunnerConfig:
     reachable: Mapping[Tier, tuple[int, ...]]
     prefill_shapes: Sequence[PrefillShape]
     prefill_overhead: int = 8
-    prefill_unsampled: bool = False
+    prefill_unsampled: Sequence[int] = ()
     eos: Sequence[int] = ()
     variants: tuple[bool, ...] = (False, True)
     rejection: bool = False
@@ -75,7 +75,7 @@ class RunnerConfig:
     @property
     def prefill_keys(self) -> list[Key]:
         """The executables that prompts may need. What is computed of one without its end is as much as goes at once."""
-        whole = [shape for shape in self.prefill_shapes if shape.rows == 1][-1:] if self.prefill_unsampled else []
+        whole = [shape for shape in self.prefill_shapes if shape.rows == 1 and shape.size in self.prefill_unsampled]
         first: list[Key] = [AdmitKey(rows, biased=rows == 1) for rows in self.admit_rows]
         first += [LogprobsKey(rows, 1, 1) for rows in self.admit_rows]
         return [*first, *map(self.prefill, self.prefill_shapes), *(self.prefill(shape, False) for shape in whole)]

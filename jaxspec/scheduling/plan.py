@@ -30,6 +30,8 @@ class SchedulerConfig:
       window: tokens that every layer sees at most which reads the pool: pages behind them go back to it while their
         request runs. None: some layer sees all.
       shorter_chunks: (position, most tokens) of prefill chunks while others decode; see shapes.shorter_chunks.
+      batched_beside: most tokens of all prefill chunks of a step while others decode, and so of one of them; None: the
+        sizes' max_num_batched_tokens, as while nobody does.
 
     Raises:
       ValueError: names the field, what was given and what is allowed.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     aging_seconds: float = 10.0
     shorter_chunks: tuple[tuple[int, int], ...] = ()
     window: int | None = None
+    batched_beside: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.aging_seconds < math.inf:
@@ -50,9 +53,19 @@ class SchedulerConfig:
                 f"SchedulerConfig.prefix_lookahead must be an integer of at least 0, got {self.prefix_lookahead!r}"
             )
 
-    def chunk_at(self, start: int) -> int:
-        """Most tokens of a chunk from this position on while others decode."""
-        return min([self.sizes.prefill_chunk, *(most for position, most in self.shorter_chunks if start >= position)])
+    def batched(self, others: bool) -> int:
+        """Most tokens of all prefill chunks of a step.
+
+        Args:
+          others: whether others decode.
+        """
+        most = self.sizes.max_num_batched_tokens
+        return min(most, self.batched_beside or most) if others else most
+
+    def chunk_at(self, start: int, others: bool) -> int:
+        """Most tokens of a chunk from this position on; others: see `batched`."""
+        shorter = (most for position, most in self.shorter_chunks if start >= position) if others else ()
+        return min([self.sizes.prefill_chunk, self.batched(others), *shorter])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -287,7 +287,7 @@ class Scheduler:
         Args:
           beside: what all of them have to fit in; then parts of chunks will do.
         """
-        left, rows, cut = self.sizes.max_num_batched_tokens, self.sizes.slots, beside is not None
+        left, rows, cut = self.config.batched(bool(self._running)), self.sizes.slots, beside is not None
         if beside is not None:
             left, rows = min(left, beside.size), beside.rows
         chunks: list[PrefillChunk] = []
@@ -318,13 +318,16 @@ class Scheduler:
         """The next one of a prompt; None where so many tokens do not hold it, nor part of it if it may be cut."""
         assert request.slot is not None
         start, total = request.num_computed, request.num_tokens
-        most = self.config.chunk_at(start) if self._running else self.sizes.prefill_chunk
-        end = min(start + most, total)
+        end = min(start + self._most(start), total)
         if end - start > left:
             if not (cut and left):
                 return None
             end = start + left
         return PrefillChunk(request, request.slot, start, end, end == total, is_first, tuple(request.pages))
+
+    def _most(self, start: int) -> int:
+        """Tokens of a chunk from this position on."""
+        return self.config.chunk_at(start, bool(self._running))
 
     def _admit(self, left: int, cut: bool, coming: Collection[object]) -> Request | None:
         """Gives the first of the queue a slot and pages for its tokens and one round; None when it has to wait.
@@ -343,8 +346,9 @@ class Scheduler:
             return None
         tokens = request.token_ids
         cached = self.prefix_cache.match(tokens) if self.config.enable_prefix_caching else []
-        missing = len(tokens) - len(cached) * self.sizes.page_size
-        if not cut and min(self.sizes.prefill_chunk, missing) > left:
+        start = len(cached) * self.sizes.page_size
+        missing = len(tokens) - start
+        if not cut and min(self._most(start), missing) > left:
             return None
         if self.config.enable_prefix_caching and missing > self.sizes.page_size:
             name = self.prefix_cache.missing(tokens, cached, len(cached))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxspec import EngineConfig, cache, defaults
 from jaxspec.assemble import check_batch_invariant
-from jaxspec.defaults import geometry, in_background, mixed, prompts_of, scheduling
+from jaxspec.defaults import geometry, in_background, mixed, prompts_of, scheduling, without_end
 from jaxspec.models import few_rows
 from jaxspec.models.base import Experts, ModelConfig
 from jaxspec.models.experts import mlp
@@ -118,6 +118,24 @@ def test_prompts_are_cut_alike_whatever_else_is_computed():
         rules = scheduling(config, geo, shapes, 0, 16.0, None)
         assert bool(rules.shorter_chunks) != invariant and rules.enable_prefix_caching != invariant
         assert in_background(config) != invariant, "what is ready would decide"
+
+
+def test_a_gpus_prompts_go_in_longer_chunks_while_nobody_decodes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(defaults, "prompts", lambda: defaults._GPU)
+
+    def rules(**given: Any) -> tuple[int, int, int, int, int, tuple[int, ...]]:
+        config = EngineConfig(max_batch_size=8, **given)
+        geo, usual = geometry(config, 4096, 3), prompts_of(config)
+        made = scheduling(config, geo, shapes_for(geo, usual.alone, usual.several), 0, None, None)
+        beside = made.chunk_at(0, True), made.batched(True)
+        return geo.prefill_chunk, geo.max_num_batched_tokens, made.batched(False), *beside, without_end(config, geo)
+
+    assert rules(max_seq_len=4096) == (2048, 2048, 2048, 1024, 1024, (1024, 2048))
+    assert rules(max_seq_len=1500) == (1500, 2048, 2048, 1024, 1024, (1024, 1500))
+    assert rules(max_seq_len=600) == (600, 2048, 2048, 600, 1024, (600,))
+    assert rules(max_seq_len=4096, prefill_chunk=512) == (512, 512, 512, 512, 512, (512,))
+    assert rules(max_seq_len=4096, max_num_batched_tokens=4096) == (2048, 4096, 4096, 1024, 4096, (1024, 2048))
+    assert rules(max_seq_len=4096, batch_invariant=True) == (1024, 1024, 1024, 1024, 1024, (1024,))
 
 
 @pytest.mark.parametrize("said", [None, "zero points must be int8, got int16", "normed in their product"])

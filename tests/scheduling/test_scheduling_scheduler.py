@@ -14,7 +14,7 @@ from jaxspec.scheduling import Scheduler
 def test_a_long_prompt_goes_in_shorter_chunks_while_others_decode():
     scheduler = make(num_pages=40, shorter_chunks=((8, 4), (16, 2)))
     prefilled(scheduler, alone := make_request("a", prompt=20))
-    assert alone.num_tokens == 21 and scheduler.config.chunk_at(7) == 8
+    assert alone.num_tokens == 21 and scheduler.config.chunk_at(7, True) == 8
     scheduler.add(make_request("b", prompt=20))
     spans = [[(c.start, c.end) for c in step(scheduler, growth=1).prefill] for _ in range(5)]
     assert spans == [[(0, 8)], [(8, 12)], [(12, 16)], [(16, 18)], [(18, 20)]]
@@ -22,6 +22,22 @@ def test_a_long_prompt_goes_in_shorter_chunks_while_others_decode():
     scheduler.add(make_request("c", prompt=20))
     scheduler.abort("b")
     assert [(c.start, c.end) for _ in range(3) for c in step(scheduler).prefill] == [(0, 8), (8, 16), (16, 20)]
+
+
+def test_a_step_computes_less_of_prompts_while_others_decode():
+    scheduler = make(
+        num_pages=40, prefill_chunk=16, max_num_batched_tokens=20, shorter_chunks=((0, 8),), batched_beside=10
+    )
+    prefilled(scheduler, make_request("a", prompt=3))
+    for name, prompt in (("b", 20), ("c", 2), ("d", 6)):
+        scheduler.add(make_request(name, prompt=prompt))
+    spans = lambda: [(c.request.request_id, c.start, c.end) for c in step(scheduler, growth=1).prefill]
+    assert [spans() for _ in range(3)] == [[("b", 0, 8), ("c", 0, 2)], [("b", 8, 16)], [("b", 16, 20), ("d", 0, 6)]]
+    for name in "abcd":
+        scheduler.abort(name)
+    for name, prompt in (("e", 20), ("f", 4)):
+        scheduler.add(make_request(name, prompt=prompt))
+    assert [spans() for _ in range(2)] == [[("e", 0, 16), ("f", 0, 4)], [("e", 16, 20)]]
 
 
 # Boundary.
