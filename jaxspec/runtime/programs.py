@@ -293,8 +293,9 @@ class PrefillKey:
     def lowering(self, at: Setting) -> Lowering:
         shape = self.shape
         allowed = at.shape(shape.rows, at.words) if self.guided and self.samples else None
-        chunks = Chunks.of(at.spec.geo, shape.rows).array
-        args = (Held.TARGET, Held.DRAFT, Held.STATE, chunks, allowed)
+        geo = at.spec.geo
+        chunks, nobody = Chunks.of(geo, shape.rows).array, Admission.packed(geo, shape.rows)
+        args = (Held.TARGET, Held.DRAFT, Held.STATE, chunks, nobody, allowed)
         results = at.place.round_results(True) if self.samples else at.place.state
         static = {"size": shape.size, "width": shape.width, "samples": self.samples}
         return Lowering(prefill_fn(at.spec), args, results, static)
@@ -310,27 +311,20 @@ class MixedKey:
     shape: PrefillShape
 
     def lowering(self, at: Setting) -> Lowering:
-        chunks = Chunks.of(at.spec.geo, self.shape.rows).array
-        args = (Held.TARGET, Held.DRAFT, Held.STATE, at.batch(self.bucket), chunks)
+        geo, rows = at.spec.geo, self.shape.rows
+        chunks, nobody = Chunks.of(geo, rows).array, Admission.packed(geo, rows)
+        args = (Held.TARGET, Held.DRAFT, Held.STATE, at.batch(self.bucket), chunks, nobody)
         results = (*at.place.round_results(self.sampled), *at.place.round_results(True)[1:])
         return Lowering(mixed_fn(at.spec, self.tier, self.sampled, self.shape.size, self.shape.width), args, results)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdmitKey:
-    """What gives slots to up to `rows` requests.
-
-    Attributes:
-      biased: whether it takes logit biases.
-    """
-
-    rows: int = 1
-    biased: bool = True
+    """What gives a slot to a request with logit biases; others get theirs in the call of their first chunk."""
 
     def lowering(self, at: Setting) -> Lowering:
-        bias = at.shape(self.rows, at.spec.config.vocab_size, dtype=jnp.float32) if self.biased else None
-        args = (Held.STATE, Admission.packed(at.spec.geo, self.rows), bias)
-        return Lowering(rounds.admit_fn(at.spec), args, at.place.state)
+        bias = at.shape(1, at.spec.config.vocab_size, dtype=jnp.float32)
+        return Lowering(rounds.admit_fn(at.spec), (Held.STATE, Admission.packed(at.spec.geo, 1), bias), at.place.state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,12 +64,14 @@ class ChunkCall:
       chunks: one of each piece; those whose prompts end here come first.
       ending: how many those are.
       counts: tokens of each piece.
+      new: the chunks that begin here with their request's first tokens.
     """
 
     shape: PrefillShape
     chunks: tuple[PrefillChunk, ...]
     ending: int
     counts: tuple[int, ...]
+    new: tuple[PrefillChunk, ...]
 
     @classmethod
     def of(cls, shape: PrefillShape, pieces: Sequence[Piece], chunks: Sequence[PrefillChunk]) -> ChunkCall:
@@ -81,7 +83,8 @@ class ChunkCall:
 
         ordered = sorted(pieces, key=ends, reverse=True)
         counts = tuple(piece.count for piece in ordered)
-        return cls(shape, tuple(chunks[piece.chunk] for piece in ordered), sum(map(ends, ordered)), counts)
+        new = tuple(chunks[p.chunk] for p in ordered if p.start == 0 and chunks[p.chunk].is_first)
+        return cls(shape, tuple(chunks[piece.chunk] for piece in ordered), sum(map(ends, ordered)), counts, new)
 
     @property
     def begins(self) -> list[tuple[Request, int]]:

@@ -68,17 +68,14 @@ class RunnerConfig:
         return PrefillKey(shape, self.guided, samples)
 
     @property
-    def admit_rows(self) -> list[int]:
-        """How many requests the executables that admit take, ascending."""
-        return sorted({shape.rows for shape in self.prefill_shapes} | {1})
-
-    @property
     def prefill_keys(self) -> list[Key]:
         """The executables that prompts may need. What is computed of one without its end is as much as goes at once."""
         whole = [shape for shape in self.prefill_shapes if shape.rows == 1 and shape.size in self.prefill_unsampled]
-        first: list[Key] = [AdmitKey(rows, biased=rows == 1) for rows in self.admit_rows]
-        first += [LogprobsKey(rows, 1, 1) for rows in self.admit_rows]
-        return [*first, *map(self.prefill, self.prefill_shapes), *(self.prefill(shape, False) for shape in whole)]
+        logprobs = [LogprobsKey(rows, 1, 1) for rows in sorted({shape.rows for shape in self.prefill_shapes} | {1})]
+        return [
+            AdmitKey(), *logprobs, *map(self.prefill, self.prefill_shapes),
+            *(self.prefill(shape, False) for shape in whole),
+        ]  # fmt: skip
 
     def round_keys(self, tier: Tier, bucket: int) -> list[Key]:
         """The executables that a round of a tier may need."""

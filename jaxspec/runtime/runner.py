@@ -78,26 +78,28 @@ class Runner(Arriving):
             self._lag = DraftLag(drafter.window, drafter.catch_up_tokens, geo.slots)
         self._corpus_tokens = corpus_tokens(drafter)
         self.hear(_FORGET, self._forget)
-        words = -(-self.config.vocab_size // 32)
-        anything = {rows: np.full((rows, words), -1, np.int32) for rows in config.admit_rows if config.guided}
-        self._anything = {rows: self.put(array) for rows, array in anything.items()}
-        self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
+        # What calls for prompts are mostly given, on the device already.
+        shapes = [*config.prefill_shapes, *([] if config.mixed is None else [config.mixed])]
+        words, rows = -(-self.config.vocab_size // 32), sorted({shape.rows for shape in shapes})
+        self._nobody = {b: self.put(Admission.packed(geo, b)) for b in rows}
+        self._anything = {b: self.put(np.full((b, words), -1, np.int32)) for b in rows if config.guided}
 
     def _admit(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Uploads requests' rows: tokens, parameters and page tables."""
+        """Gives slots to requests with logit biases, whose rows are as wide as the vocabulary."""
+        for chunk in chunks:
+            if chunk.is_first and chunk.request.params.biased:
+                bias = bias_of(chunk.request.params, self.config.vocab_size)
+                self._state = self._call(AdmitKey(), self._state, self._rows([chunk], 1), bias)
+
+    def _rows(self, chunks: Sequence[PrefillChunk], count: int) -> np.ndarray:
+        """The rows of requests whose first chunks these are, and others of none."""
         vocab, eos = self.config.vocab_size, self._can.eos
-        ready = [key for rows in self._can.admit_rows if (key := AdmitKey(rows, rows == 1)) in self._compiled]
-        left = [chunk for chunk in chunks if not chunk.request.params.biased]
-        biased = [[chunk] for chunk in chunks if chunk.request.params.biased]
-        groups = []
-        while left:
-            key = next((key for key in ready if key.rows >= len(left)), ready[-1])
-            groups.append((key, left[: key.rows], self._zero_bias if key.biased else None))
-            left = left[key.rows :]
-        groups += [(AdmitKey(), one, bias_of(one[0].request.params, vocab)) for one in biased]
-        for key, some, bias in groups:
-            rows = Admission.packed(self.geo, key.rows, [admission(chunk, eos, vocab) for chunk in some])
-            self._state = self._call(key, self._state, rows, bias)
+        return Admission.packed(self.geo, count, [admission(chunk, eos, vocab) for chunk in chunks])
+
+    def _new(self, call: ChunkCall) -> np.ndarray | jax.Array:
+        """Who gets a slot in a call."""
+        new = [chunk for chunk in call.new if not chunk.request.params.biased]
+        return self._rows(new, call.shape.rows) if new else self._nobody[call.shape.rows]
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Puts a text into the drafter's corpus, in pieces that overlap where it is too long; rounds may be in flight.
@@ -131,12 +133,12 @@ class Runner(Arriving):
         Those calls are among them of which a round has taken the chunks along.
         """
         if work.calls is None:
-            self._admit([chunk for chunk in work.chunks if chunk.is_first])
+            self._admit(work.chunks)
             work.calls = cover(work.counts, self._prefill_shapes, self._can.prefill_overhead)
         for shape, pieces in work.calls:
             call = ChunkCall.of(shape, pieces, work.chunks)
             unsampled = self._can.prefill(shape, samples=False)
-            args = self._target, self._draft_params, self._state, call.array(self.geo)
+            args = self._target, self._draft_params, self._state, call.array(self.geo), self._new(call)
             if not call.ending and unsampled in self._compiled:
                 self._state = self._call(unsampled, *args, None)
                 continue
@@ -181,7 +183,7 @@ class Runner(Arriving):
         pieces, calls = cover_beside(work.counts, self._prefill_shapes, self._can.prefill_overhead, shape)
         if not pieces:
             return None
-        self._admit([chunk for chunk in work.chunks if chunk.is_first])
+        self._admit(work.chunks)
         work.calls = calls
         return MixedKey(choice.tier, bucket, max(self.variants), shape), ChunkCall.of(shape, pieces, work.chunks)
 
@@ -209,7 +211,7 @@ class Runner(Arriving):
         beside = None if work is None or guide is not None or rows.rounds > 1 else self._beside(work, choice, bucket)
         if beside is not None and work is not None:
             key, call = beside
-            args = self._target, self._draft_params, self._state, batch, call.array(self.geo)
+            args = self._target, self._draft_params, self._state, batch, call.array(self.geo), self._new(call)
             self._state, packed, kept, *begun = self._call(key, *args)
             self._begun(work, call, *begun)
             self._disturbed, entered = True, False

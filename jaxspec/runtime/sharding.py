@@ -27,7 +27,7 @@ from jaxspec.models.layouts import tensor_parallel
 from jaxspec.models.sharded import SPLIT, TENSOR_AXIS, part_of, parts_of
 from jaxspec.scheduling.shapes import PrefillShape
 from jaxspec.speculation.drafter import Drafter
-from jaxspec.speculation.layouts import Batch, Budget, Chunks, plain_calibration
+from jaxspec.speculation.layouts import Admission, Batch, Budget, Chunks, plain_calibration
 from jaxspec.speculation.mixed import mixed_fn
 from jaxspec.speculation.packed import packed_fn
 from jaxspec.speculation.round import Drafted, Forward, RoundSpec, round_fn
@@ -354,7 +354,8 @@ class AbstractRound:
         takes_drafter = self.spec.takes_drafter(tier)
         if chunks is not None:
             fn = mixed_fn(self.spec, tier, sampled, chunks.size, chunks.width)
-            more = (abstract(Chunks.of(self.spec.geo, chunks.rows).array, self.placement.replicated),)
+            given = Chunks.of(self.spec.geo, chunks.rows).array, Admission.packed(self.spec.geo, chunks.rows)
+            more = abstract(given, (self.placement.replicated,) * 2)
             results, takes_drafter = (*results, *self.placement.round_results(True)[1:]), True
         elif tokens is None:
             fn = round_fn(self.spec, tier, sampled)

@@ -159,11 +159,11 @@ class Admission(NamedTuple):
 
     @classmethod
     def packed(cls, geo: Geometry, bucket: int, requests: Sequence[Admission] = ()) -> np.ndarray:
-        """The host's side. Without requests it means none."""
+        """The host's side. Rows without a request have one number throughout, which is no slot."""
         stops, table, tokens, end = cls._ends(geo)
-        array = np.zeros((bucket, end), np.int32)
-        array[:, 0] = geo.slots
-        array[:, table:tokens] = geo.num_pages
+        array = np.full((bucket, end), geo.slots, np.int32)
+        array[: len(requests), tokens:] = 0
+        array[: len(requests), table:tokens] = geo.num_pages
         types = [np.dtype(number.dtype) for number in SamplingState.numbers().values()]
         for row, request in zip(array, requests, strict=False):
             row[:3] = request.slot, request.cached, request.total

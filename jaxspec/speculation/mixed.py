@@ -28,7 +28,7 @@ from jaxspec.models.base import (
 from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.layouts import Batch, Chunks
 from jaxspec.speculation.prefill import begin, chunk_kv, chunks_of, first_tokens, keep_chunks, last_layer
-from jaxspec.speculation.round import Forward, Phases, RoundSpec, grow_tables
+from jaxspec.speculation.round import Forward, Phases, RoundSpec, admit, grow_tables
 from jaxspec.speculation.state import DecodeState, Rows
 from jaxspec.tier import Tier
 
@@ -56,8 +56,9 @@ def _apart(chunks: Attend, trees: Attend, size: int, nodes: tuple[int, int]) -> 
 def mixed_fn(spec: RoundSpec, tier: Tier, sampled: bool, size: int, width: int) -> Callable[..., Any]:
     """The traced function of a round of one (tier, greedy or sampled) and of chunks of other slots' prompts.
 
-    The result takes (target state, draft state, DecodeState, batch_BX as round_fn's, `Chunks` of C slots) and returns
-    the new DecodeState, what `round_fn` returns besides, and what `prefill_fn` does. Nothing restricts the tokens.
+    The result takes (target state, draft state, DecodeState, batch_BX as round_fn's, `Chunks` of C slots, requests that
+    get slots first as `admit` takes them) and returns the new DecodeState, what `round_fn` returns besides, and what
+    `prefill_fn` does. Nothing restricts the tokens.
 
     Args:
       size: most tokens of all chunks together. width: most of one.
@@ -65,11 +66,12 @@ def mixed_fn(spec: RoundSpec, tier: Tier, sampled: bool, size: int, width: int) 
     phases, geo = Phases(spec, tier, sampled), spec.geo
 
     def run(
-        target: Any, draft_params: Any, state: DecodeState, batch_BX: jax.Array, chunks_CX: jax.Array
+        target: Any, draft_params: Any, state: DecodeState, batch_BX: jax.Array, chunks_CX: jax.Array,
+        new_CX: jax.Array,
     ) -> Any:  # fmt: skip
         model: TargetModel = nnx.merge(spec.graph, target)
         batch, chunks = Batch(batch_BX), Chunks(chunks_CX)
-        state = grow_tables(state, batch)
+        state = grow_tables(admit(spec, state, new_CX), batch)
         rows = Rows.gather(state, batch.slot_B, geo)
         draft, drafted = phases.draft(draft_params, state, rows)
         state, tree = dataclasses.replace(state, draft=draft), drafted.tree

@@ -20,7 +20,7 @@ from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Chunks, End, Packed
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.ring import FeatureRing
-from jaxspec.speculation.round import RoundSpec
+from jaxspec.speculation.round import RoundSpec, admit
 from jaxspec.speculation.sampling import adjust_logits, restrict_logits
 from jaxspec.speculation.state import DecodeState, Rows
 from jaxspec.speculation.tree import DraftTree
@@ -119,20 +119,21 @@ def begin(
 def prefill_fn(spec: RoundSpec) -> Callable[..., Any]:
     """The traced function of chunks of prompts, one of each of several slots.
 
-    The result takes (target state, draft state, DecodeState, `Chunks` of B slots, what the token after each chunk may
-    be as int32 sets of bits [B, W] or None) and three static arguments: `size`, most tokens of all chunks together;
-    `width`, most of one; `samples`. The tokens are in the DecodeState already. Where a chunk ends its prompt, the token
-    after it is sampled, with the same rule as every other token: it returns the new DecodeState, the `Packed` tokens
-    [B, 1], and the logits with which nodes `logprobs_fn` reads. Without `samples` no chunk ends its prompt, nothing is
-    multiplied by the output layer, and the DecodeState is all that it returns.
+    The result takes (target state, draft state, DecodeState, `Chunks` of B slots, requests that get slots first as
+    `admit` takes them, what the token after each chunk may be as int32 sets of bits [B, W] or None) and three static
+    arguments: `size`, most tokens of all chunks together; `width`, most of one; `samples`. The tokens are in the
+    DecodeState by then. Where a chunk ends its prompt, the token after it is sampled, with the same rule as every other
+    token: it returns the new DecodeState, the `Packed` tokens [B, 1], and the logits with which nodes `logprobs_fn`
+    reads. Without `samples` no chunk ends its prompt, nothing is multiplied by the output layer, and the DecodeState is
+    all that it returns.
     """
 
     def run(
-        target: Any, draft_params: Any, state: DecodeState, chunks_BX: jax.Array, allowed_BW: jax.Array | None = None,
-        *, size: int, width: int, samples: bool = True,
+        target: Any, draft_params: Any, state: DecodeState, chunks_BX: jax.Array, new_CX: jax.Array,
+        allowed_BW: jax.Array | None = None, *, size: int, width: int, samples: bool = True,
     ) -> Any:  # fmt: skip
         model: TargetModel = nnx.merge(spec.graph, target)
-        chunks = Chunks(chunks_BX)
+        state, chunks = admit(spec, state, new_CX), Chunks(chunks_BX)
         text = chunks_of(spec, state, chunks, size, width)
         ends = last_layer(spec, model)
         tokens = text.tokens(state.tokens_SL)

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxspec.cache import TreeKV, commit
 from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, touched
+from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.drafter import Drafter, Remembering
 from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, End, Packed, PackedLogprobs, Text
@@ -304,37 +305,45 @@ def catch_up_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
     return run
 
 
-def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
-    """The traced function that gives slots to requests.
+def admit(spec: RoundSpec, state: DecodeState, rows_BX: jax.Array, bias_BV: jax.Array | None = None) -> DecodeState:
+    """Gives slots to requests.
 
-    Takes (DecodeState, rows_BX as `Admission` packs them, logit biases [B, V] or None: no request has any).
+    Args:
+      rows_BX: as `Admission` packs them.
+      bias_BV: logit biases; None: no request has any.
     """
     vocab = spec.config.vocab_size
+    new = Admission.of(spec.geo, rows_BX)
+    index, prompt_len_B1 = jnp.arange(new.tokens.shape[1])[None, :], new.numbers["prompt_len_S"][:, None]
+    row = jnp.arange(rows_BX.shape[0])[:, None]
+    where = lambda mask: (row, jnp.where(mask, new.tokens, vocab))
+    none = jnp.zeros((rows_BX.shape[0], vocab), jnp.int32)
+    in_prompt = none.astype(bool).at[where(index < prompt_len_B1)].set(True, mode="drop")
+    counts = none.at[where((index >= prompt_len_B1) & (index < new.total[:, None]))].add(1, mode="drop")
+    bias = none.astype(jnp.float32) if bias_BV is None else bias_BV
+    sampling = SamplingState(
+        **new.numbers, stop_ids_SK=new.stop_ids, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt
+    )
+    put = lambda table, value: table.at[new.slot].set(value, mode="drop")
+    draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, new.slot, new.cached)
+    return dataclasses.replace(
+        state,
+        table_SM=put(state.table_SM, new.table),
+        tokens_SL=put(state.tokens_SL, new.tokens),
+        length_S=put(state.length_S, new.cached),
+        over_S=put(state.over_S, jnp.zeros_like(new.slot, bool)),
+        # Else XLA would split counts as logits are, and gather them.
+        sampling=everywhere(jax.tree.map(put, state.sampling, sampling)),
+        draft=draft,
+        ring=state.ring.admit(new.slot) if isinstance(state.ring, FeatureRing) else state.ring,
+    )
 
-    def run(state: DecodeState, rows_BX: jax.Array, bias_BV: jax.Array | None = None) -> DecodeState:
-        new = Admission.of(spec.geo, rows_BX)
-        index, prompt_len_B1 = jnp.arange(new.tokens.shape[1])[None, :], new.numbers["prompt_len_S"][:, None]
-        row = jnp.arange(rows_BX.shape[0])[:, None]
-        where = lambda mask: (row, jnp.where(mask, new.tokens, vocab))
-        none = jnp.zeros((rows_BX.shape[0], vocab), jnp.int32)
-        in_prompt = none.astype(bool).at[where(index < prompt_len_B1)].set(True, mode="drop")
-        counts = none.at[where((index >= prompt_len_B1) & (index < new.total[:, None]))].add(1, mode="drop")
-        bias = none.astype(jnp.float32) if bias_BV is None else bias_BV
-        sampling = SamplingState(
-            **new.numbers, stop_ids_SK=new.stop_ids, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt
-        )
-        put = lambda table, value: table.at[new.slot].set(value, mode="drop")
-        draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, new.slot, new.cached)
-        return dataclasses.replace(
-            state,
-            table_SM=put(state.table_SM, new.table),
-            tokens_SL=put(state.tokens_SL, new.tokens),
-            length_S=put(state.length_S, new.cached),
-            over_S=put(state.over_S, jnp.zeros_like(new.slot, bool)),
-            sampling=jax.tree.map(put, state.sampling, sampling),
-            draft=draft,
-            ring=state.ring.admit(new.slot) if isinstance(state.ring, FeatureRing) else state.ring,
-        )
+
+def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
+    """The traced function of `admit` alone."""
+
+    def run(state: DecodeState, rows_BX: jax.Array, bias_BV: jax.Array) -> DecodeState:
+        return admit(spec, state, rows_BX, bias_BV)
 
     return run
 

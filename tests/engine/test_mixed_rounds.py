@@ -74,15 +74,15 @@ def test_what_goes_along_and_what_follows(bench: Any, engine: Any):
     engine.scheduler.prefix_cache.reset()
     runner._call, engine.on_round = call, heard.append
     try:
-        assert steps(7) == ["AdmitKey", "PrefillKey"], "nobody decodes"
+        assert steps(7) == ["PrefillKey"], "nobody decodes"
         assert steps() == ["RoundKey"]
-        assert steps(5, 16) == ["AdmitKey", "MixedKey"], "little: 12 tokens of it"
+        assert steps(5, 16) == ["MixedKey"], "little: 12 tokens of it"
         assert steps() == ["MixedKey"] and steps() == ["RoundKey"], "and the other 9"
-        assert steps(6) == ["AdmitKey", "MixedKey"]
+        assert steps(6) == ["MixedKey"]
         assert steps() == steps() == ["RoundKey"]
         for name in list(engine._live)[:2]:
             engine.abort(name)
-        assert steps(5, 60) == ["AdmitKey", "MixedKey", "PrefillKey"], "much: 5 and a whole chunk of 16"
+        assert steps(5, 60) == ["MixedKey", "PrefillKey"], "much: 5 and a whole chunk of 16"
         assert steps() == ["MixedKey"]
         engine.mixes = False
         assert steps() == ["RoundKey", "PrefillKey"]

@@ -24,7 +24,7 @@ from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
 from jaxspec.speculation.drafters.cores import DraftModelCore
 from jaxspec.speculation.drafters.proposals import Ranking
 from jaxspec.speculation.drafters.suffix import prompt_lookup
-from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.layouts import Admission, Batch
 from jaxspec.speculation.prefill import prefill_fn
 from jaxspec.speculation.round import RoundSpec, round_fn
 from jaxspec.speculation.sampling import restrict_logits, unpack_bits
@@ -299,4 +299,5 @@ def test_no_part_copies_a_pool_and_shapes_are_as_foretold():
     assert jax.tree.all(same(forward, out))
     check(guided.settle_fn(spec, tier), 1, (), state, batch, drafted, forward, i32(2, 5, 1))
     check(round_fn(spec, PLAIN, True), 2, params, (), state, batch, i32(2, 1, 1))
-    check(prefill_fn(spec), 2, params, core.params, state, i32(2, 3), i32(2, 1), size=16, width=12, samples=True)
+    prompts = i32(2, 3), Admission.packed(spec.geo, 2), i32(2, 1)
+    check(prefill_fn(spec), 2, params, core.params, state, *prompts, size=16, width=12, samples=True)

@@ -20,7 +20,7 @@ from jaxspec.speculation.drafters.dflash import BlockDrafter
 from jaxspec.speculation.drafters.dflash_head import DflashConfig, DflashHead
 from jaxspec.speculation.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from jaxspec.speculation.drafters.parallel import ParallelDrafter
-from jaxspec.speculation.layouts import Batch
+from jaxspec.speculation.layouts import Admission, Batch
 from jaxspec.speculation.mixed import mixed_fn
 from jaxspec.speculation.prefill import last_layer, prefill_fn
 from jaxspec.speculation.several import several_fn
@@ -97,8 +97,8 @@ def test_heads_without_placeholders_cannot_draft_in_one_pass():
 def test_prefill_copies_no_pool(setting, rows, samples):
     spec, target, draft, state = setting
     fn = jax.jit(prefill_fn(spec), donate_argnums=2, static_argnames=("size", "width", "samples"))
-    chunks = jax.ShapeDtypeStruct((rows, 3), jnp.int32)
-    compiled = fn.lower(target, draft, state, chunks, size=16, width=16 // rows, samples=samples).compile()
+    chunks, new = jax.ShapeDtypeStruct((rows, 3), jnp.int32), Admission.packed(GEO, rows)
+    compiled = fn.lower(target, draft, state, chunks, new, size=16, width=16 // rows, samples=samples).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
 
@@ -107,7 +107,7 @@ def test_a_round_that_takes_prompts_along_copies_no_pool(setting):
     spec, target, draft, state = setting
     batch, chunks = (jax.ShapeDtypeStruct((2, width), jnp.int32) for width in (Batch.width(GEO), 3))
     fn = jax.jit(mixed_fn(spec, Tier(2), True, size=16, width=16), donate_argnums=2)
-    compiled = fn.lower(target, draft, state, batch, chunks).compile()
+    compiled = fn.lower(target, draft, state, batch, chunks, Admission.packed(GEO, 2)).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
 
@@ -116,6 +116,7 @@ def test_behind_their_last_attention_prompts_are_their_last_tokens(setting, monk
     """Of 32 tokens of two rows the last layer's MLP sees two, or none where no chunk ends; a round's rows stay."""
     spec, target, draft, state = setting
     cfg, int32 = spec.config, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    new = Admission.packed(GEO, 2)
     mlp = 2 * 3 * cfg.hidden_size * cfg.intermediate_size  # operations of a token
 
     def operations(fn, *args, **static):
@@ -124,9 +125,9 @@ def test_behind_their_last_attention_prompts_are_their_last_tokens(setting, monk
 
     def all_of(spec):
         one = prefill_fn(spec)
-        chunks = [operations(one, int32(2, 3), size=32, width=16, samples=samples) for samples in (True, False)]
+        chunks = [operations(one, int32(2, 3), new, size=32, width=16, samples=samples) for samples in (True, False)]
         mixed = mixed_fn(spec, PLAIN, False, size=32, width=16)
-        return [*chunks, operations(mixed, int32(2, Batch.width(GEO)), int32(2, 3))]
+        return [*chunks, operations(mixed, int32(2, Batch.width(GEO)), int32(2, 3), new)]
 
     narrow = all_of(spec)
     monkeypatch.setattr(Transformer, "narrows", False)
@@ -180,7 +181,7 @@ def test_what_is_left_out_changes_nothing_that_is_kept(monkeypatch):
     def run(samples):
         assert last_layer(spec, target) == (2 if Transformer.narrows else None)
         made = jax.jit(prefill_fn(spec), static_argnames=("size", "width", "samples"))(
-            params, core.params, state, chunks, size=12, width=8, samples=samples
+            params, core.params, state, chunks, Admission.packed(geo, 2), size=12, width=8, samples=samples
         )
         after, *more = made if samples else (made,)
         return after.pages, after.draft.pages, after.draft.ring_SRA, after.tokens_SL, [x[:1] for x in more]
