@@ -195,7 +195,7 @@ def after_reads(kv_LBNGc: jax.Array) -> jax.Array:
 
 def commit(
     pages: jax.Array, kv_LBNGc: jax.Array, table_BM: jax.Array, position_BN: jax.Array, write_BN: jax.Array,
-    num_pages: int, *, ready_B: jax.Array, whole: bool = False,
+    num_pages: int, *, ready_B: jax.Array, whole: bool = False, each: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """Writes new tokens' keys and values of every layer at their positions, in place on a donated pool.
 
@@ -207,6 +207,7 @@ def commit(
         that XLA cannot remove (it drops optimization barriers before it assigns buffers) the
         scatter may be scheduled before the last read, and the whole pool is copied.
       whole: every device of a mesh has the whole pool.
+      each: layers of one scatter; None: as many as is fastest.
     """
     layers, page = kv_LBNGc.shape[0], pages.shape[2]
     column_BN = position_BN // page
@@ -223,9 +224,10 @@ def commit(
     def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
         # Heads are indexed, not sliced: for a slice between two indexed axes a TPU transposes the whole pool, and back.
         head_G, tokens = jnp.arange(pages.shape[1])[None, None, None, :], math.prod(kv_LBNGc.shape[1:3])
-        each = _LAYERS if tokens >= _MANY and jax.default_backend() == "gpu" else layers
-        for first in range(0, layers, each):
-            own = slice(first, first + each)
+        at_once = _LAYERS if tokens >= _MANY and jax.default_backend() == "gpu" else layers
+        at_once = at_once if each is None else each
+        for first in range(0, layers, at_once):
+            own = slice(first, first + at_once)
             at = index_LBN[own][..., None], head_G, offset_LBN[own][..., None]
             pages = pages.at[at].set(kv_LBNGc[own], mode="drop", unique_indices=True)
         return pages

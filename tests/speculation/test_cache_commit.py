@@ -69,6 +69,24 @@ def test_nothing_is_written_without_a_place(position: int, page: int, write: boo
     np.testing.assert_array_equal(out, np.full(pages.shape, 7.0, np.float32))
 
 
+def test_layers_go_in_as_many_scatters_as_they_shall_of_places_that_are_all_different():
+    """Else XLA's scatter for GPUs writes numbers of 16 bits by atomic operations."""
+    rng = np.random.default_rng(0)
+    kv = jnp.asarray(rng.normal(size=(5, 2, 3, GROUPS, 2 * CHANNELS)), jnp.float32)
+    pages = init_pages(5, PAGES, GROUPS, PAGE, 2 * CHANNELS, jnp.dtype(jnp.float32))
+    table, position = jnp.asarray([[4], [2]]), jnp.asarray([[0, 1, 2], [1, 2, 3]])
+    write = jnp.asarray([[True, False, True], [False, True, True]])
+    found = {}
+    for each, scatters in ((None, 1), (5, 1), (2, 3), (1, 5)):
+        made = jax.jit(lambda *given, each=each: commit(*given, PAGES, ready_B=jnp.ones(2, bool), each=each))
+        lowered = made.lower(pages, kv, table, position, write)
+        text = lowered.as_text()
+        assert text.count('"stablehlo.scatter"(') == scatters == text.count("unique_indices = true"), each
+        found[each] = np.asarray(lowered.compile()(pages, kv, table, position, write))
+        np.testing.assert_array_equal(found[each], found[None])
+    assert found[None].any()
+
+
 def test_keys_and_values_are_stored_in_the_pools_dtype():
     pages = init_pages(1, 2, 1, PAGE, 2 * CHANNELS, jnp.dtype(jnp.bfloat16))
     out = commit(
