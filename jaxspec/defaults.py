@@ -42,7 +42,7 @@ class Prompts:
 
     Attributes:
       chunk: most tokens of a prompt in a step, where nothing else is said.
-      beside: the same while others decode, and of all prompts together.
+      beside: most tokens of a prompt, and of all prompts together, in a step in which others decode.
       alone, several: see shapes_for.
       overhead: what a call costs beside its tokens, in tokens; on accelerators about those that are computed while
         the weights are read.
@@ -81,12 +81,10 @@ def prompts_of(config: EngineConfig) -> Prompts:
     Where bits may not depend on what is computed beside a token, no prompts are computed together, and none is cut
     otherwise while others decode.
     """
-    usual = prompts()
+    usual, chunk = prompts(), config.prefill_chunk
     if config.batch_invariant:
-        return dataclasses.replace(usual, chunk=config.prefill_chunk or usual.beside, several=())
-    if config.prefill_chunk is not None:
-        return dataclasses.replace(usual, chunk=config.prefill_chunk, beside=config.prefill_chunk)
-    return usual
+        chunk, usual = chunk or usual.beside, dataclasses.replace(usual, several=())
+    return usual if chunk is None else dataclasses.replace(usual, chunk=chunk, beside=chunk)
 
 
 def without_end(config: EngineConfig, geo: Geometry) -> tuple[int, ...]:

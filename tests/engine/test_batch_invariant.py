@@ -136,6 +136,7 @@ def test_a_gpus_prompts_go_in_longer_chunks_while_nobody_decodes(monkeypatch: py
     assert rules(max_seq_len=4096, prefill_chunk=512) == (512, 512, 512, 512, 512, (512,))
     assert rules(max_seq_len=4096, max_num_batched_tokens=4096) == (2048, 4096, 4096, 1024, 4096, (1024, 2048))
     assert rules(max_seq_len=4096, batch_invariant=True) == (1024, 1024, 1024, 1024, 1024, (1024,))
+    assert rules(max_seq_len=4096, batch_invariant=True, prefill_chunk=2048) == (*(2048,) * 5, (2048,))
 
 
 @pytest.mark.parametrize("said", [None, "zero points must be int8, got int16", "normed in their product"])

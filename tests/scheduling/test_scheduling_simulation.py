@@ -135,9 +135,12 @@ class Simulation:
             max_num_batched_tokens=chunk * rng.choice([1, 1, 4]),
             max_rounds=rng.choice([1, 2, 5]),
         )
+        cuts = random.Random(seed + 2)
+        shorter, together = cuts.choice([(), ((0, 4),), ((0, 8), (10, 2))]), cuts.choice([None, 2, 8, 64])
         self.config = SchedulerConfig(
-            self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead, window=window
-        )
+            self.sizes, enable_prefix_caching=caching, prefix_lookahead=lookahead, window=window,
+            shorter_chunks=shorter, batched_beside=together,
+        )  # fmt: skip
         self.hostile = hostile
         self.steps = self.most_chunks = self.several = self.queued = self.freed = self.pieces = 0
         self.besides = random.Random(seed + 1)
@@ -197,7 +200,7 @@ class Simulation:
         slots = {chunk.slot for chunk in plan.prefill} | set(plan.decode.slots_B.tolist())
         assert len(slots) == len(plan.prefill) + len(plan.decode)
         self.most_chunks = max(self.most_chunks, len(plan.prefill))
-        assert sum(chunk.end - chunk.start for chunk in plan.prefill) <= self.sizes.max_num_batched_tokens
+        self.check_chunks(plan)
         for chunk in plan.prefill:
             if chunk.is_first:
                 self.device.admit(chunk)
@@ -209,6 +212,14 @@ class Simulation:
         self.check_pages()
         self.commit()
         self.pending = [first for first in started if first[2]], plan.decode, tokens
+
+    def check_chunks(self, plan: Plan) -> None:
+        """What stood beside them when they were planned decodes in the plan, or lost its pages there."""
+        others = len(plan.decode) > 0
+        lengths = [chunk.end - chunk.start for chunk in plan.prefill]
+        assert sum(lengths) <= self.config.batched(others)
+        for chunk, length in zip(plan.prefill, lengths, strict=True):
+            assert length <= self.config.chunk_at(chunk.start, others)
 
     def step(self) -> None:
         self.steps += 1
