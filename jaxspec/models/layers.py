@@ -338,7 +338,7 @@ class DecoderLayer(nnx.Module):
         return x_BNE + _scaled(out_BNE, self.residual_scale)
 
 
-#: Rows up to which XLA's products for GPUs may gain by a norm's gain in them.
+#: Up to so many rows XLA's own products for GPUs may be faster with the norm's gain fused into them.
 _FEW = 32
 
 

@@ -84,3 +84,18 @@ def test_an_output_layer_of_odd_width_has_bits_that_do_not_depend_on_the_number_
     assert whole.shape == (1, 100, 100)
     for count in (1, 2, 5, 16, 47, 70):
         np.testing.assert_array_equal(np.asarray(call(model, x_NE[:, :count])), whole[:, :count])
+
+
+def test_gpus_keep_norms_of_many_rows_apart_from_products(monkeypatch: pytest.MonkeyPatch):
+    """Two of each layer; the other barrier of a layer holds back a layout (`Attention`)."""
+    model = tiny_target(0, num_layers=3)
+
+    def barriers(rows: int) -> int:
+        tokens = jnp.zeros((2, rows // 2), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(rows // 2), tokens.shape)
+        run = lambda tokens, positions: model(tokens, positions, causal_attention)[0]
+        return str(jax.make_jaxpr(run)(tokens, positions)).count("optimization_barrier")
+
+    assert barriers(34) == 3
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (barriers(32), barriers(34)) == (3, 3 + 6)
