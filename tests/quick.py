@@ -26,8 +26,7 @@ QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": FLAGS}
 def prompts_alone() -> Iterator[None]:
     """Engines that are built meanwhile compute each prompt by itself, where that is not what is tested.
 
-    Prompts that are computed together need two more executables, a sixth of what compiling an engine of a few tiers
-    costs: what admits them, and what computes them. The session's engines of most drafters have both.
+    Prompts that are computed together need one more executable. The session's engines of most drafters have it.
     """
     from jaxspec import assemble  # under the settings of conftest.py
 

@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<HB")
 _NOTICE = 2**16 - 1
 _ARRAY, _FILL, _KEPT = range(3)
 _KIND, _INDEX, _SHAPE = struct.Struct("<B8sB"), struct.Struct("<BH"), struct.Struct("<I")
-#: Arrays of more bytes are looked at for being of one value throughout, such as biases of zero.
+#: Arrays of more bytes are looked at for being of one value throughout, such as rows of nobody.
 _LARGE = 4096
 
 

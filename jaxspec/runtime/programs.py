@@ -294,7 +294,7 @@ class PrefillKey:
         shape = self.shape
         allowed = at.shape(shape.rows, at.words) if self.guided and self.samples else None
         geo = at.spec.geo
-        chunks, nobody = Chunks.of(geo, shape.rows).array, Admission.packed(geo, shape.rows)
+        chunks, nobody = Chunks.of(geo, shape.rows).array, Admission.packed(geo, geo.most_new(shape.rows))
         args = (Held.TARGET, Held.DRAFT, Held.STATE, chunks, nobody, allowed)
         results = at.place.round_results(True) if self.samples else at.place.state
         static = {"size": shape.size, "width": shape.width, "samples": self.samples}
@@ -312,7 +312,7 @@ class MixedKey:
 
     def lowering(self, at: Setting) -> Lowering:
         geo, rows = at.spec.geo, self.shape.rows
-        chunks, nobody = Chunks.of(geo, rows).array, Admission.packed(geo, rows)
+        chunks, nobody = Chunks.of(geo, rows).array, Admission.packed(geo, geo.most_new(rows))
         args = (Held.TARGET, Held.DRAFT, Held.STATE, at.batch(self.bucket), chunks, nobody)
         results = (*at.place.round_results(self.sampled), *at.place.round_results(True)[1:])
         return Lowering(mixed_fn(at.spec, self.tier, self.sampled, self.shape.size, self.shape.width), args, results)
@@ -320,7 +320,7 @@ class MixedKey:
 
 @dataclasses.dataclass(frozen=True)
 class AdmitKey:
-    """What gives a slot to a request with logit biases; others get theirs in the call of their first chunk."""
+    """What gives a slot to a request that does not get it in the call of its first chunk (Runner._new)."""
 
     def lowering(self, at: Setting) -> Lowering:
         bias = at.shape(1, at.spec.config.vocab_size, dtype=jnp.float32)

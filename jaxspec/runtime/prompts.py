@@ -108,7 +108,7 @@ class PromptWork:
       chunks: of different requests.
       allowed: of each what the token after it may be, as an int32 set of bits [W]; None: anything.
       pending: dispatched calls that end prompts.
-      calls: those that are left to dispatch; None: nothing is dispatched, nor any slot given.
+      calls: those that are left to dispatch; None: nothing is dispatched.
     """
 
     chunks: Sequence[PrefillChunk]

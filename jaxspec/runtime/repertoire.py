@@ -69,7 +69,7 @@ class RunnerConfig:
 
     @property
     def prefill_keys(self) -> list[Key]:
-        """The executables that prompts may need. What is computed of one without its end is as much as goes at once."""
+        """The executables that prompts may need."""
         whole = [shape for shape in self.prefill_shapes if shape.rows == 1 and shape.size in self.prefill_unsampled]
         logprobs = [LogprobsKey(rows, 1, 1) for rows in sorted({shape.rows for shape in self.prefill_shapes} | {1})]
         return [

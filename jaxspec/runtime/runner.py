@@ -81,25 +81,28 @@ class Runner(Arriving):
         # What calls for prompts are mostly given, on the device already.
         shapes = [*config.prefill_shapes, *([] if config.mixed is None else [config.mixed])]
         words, rows = -(-self.config.vocab_size // 32), sorted({shape.rows for shape in shapes})
-        self._nobody = {b: self.put(Admission.packed(geo, b)) for b in rows}
+        self._nobody = {b: self.put(Admission.packed(geo, b)) for b in map(geo.most_new, rows)}
+        self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
         self._anything = {b: self.put(np.full((b, words), -1, np.int32)) for b in rows if config.guided}
 
-    def _admit(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Gives slots to requests with logit biases, whose rows are as wide as the vocabulary."""
-        for chunk in chunks:
-            if chunk.is_first and chunk.request.params.biased:
-                bias = bias_of(chunk.request.params, self.config.vocab_size)
-                self._state = self._call(AdmitKey(), self._state, self._rows([chunk], 1), bias)
+    def _new(self, call: ChunkCall) -> np.ndarray | jax.Array:
+        """Who gets a slot in a call; of those who begin in it and do not, each gets it here, in a call of its own.
+
+        Those are the ones with logit biases, which are as wide as the vocabulary, and more than there is room for.
+        """
+        room = self.geo.most_new(call.shape.rows)
+        biased = [chunk for chunk in call.new if chunk.request.params.biased]
+        others = [chunk for chunk in call.new if not chunk.request.params.biased]
+        for chunk in (*biased, *others[room:]):
+            params = chunk.request.params
+            bias = bias_of(params, self.config.vocab_size) if params.biased else self._zero_bias
+            self._state = self._call(AdmitKey(), self._state, self._rows([chunk], 1), bias)
+        return self._rows(others[:room], room) if others else self._nobody[room]
 
     def _rows(self, chunks: Sequence[PrefillChunk], count: int) -> np.ndarray:
         """The rows of requests whose first chunks these are, and others of none."""
         vocab, eos = self.config.vocab_size, self._can.eos
         return Admission.packed(self.geo, count, [admission(chunk, eos, vocab) for chunk in chunks])
-
-    def _new(self, call: ChunkCall) -> np.ndarray | jax.Array:
-        """Who gets a slot in a call."""
-        new = [chunk for chunk in call.new if not chunk.request.params.biased]
-        return self._rows(new, call.shape.rows) if new else self._nobody[call.shape.rows]
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Puts a text into the drafter's corpus, in pieces that overlap where it is too long; rounds may be in flight.
@@ -133,12 +136,12 @@ class Runner(Arriving):
         Those calls are among them of which a round has taken the chunks along.
         """
         if work.calls is None:
-            self._admit(work.chunks)
             work.calls = cover(work.counts, self._prefill_shapes, self._can.prefill_overhead)
         for shape, pieces in work.calls:
             call = ChunkCall.of(shape, pieces, work.chunks)
             unsampled = self._can.prefill(shape, samples=False)
-            args = self._target, self._draft_params, self._state, call.array(self.geo), self._new(call)
+            chunks, new = call.array(self.geo), self._new(call)
+            args = self._target, self._draft_params, self._state, chunks, new
             if not call.ending and unsampled in self._compiled:
                 self._state = self._call(unsampled, *args, None)
                 continue
@@ -176,14 +179,13 @@ class Runner(Arriving):
         return self._can.mixed if keys and self._compiled.keys() >= {*keys} else None
 
     def _beside(self, work: PromptWork, choice: Choice, bucket: int) -> tuple[MixedKey, ChunkCall] | None:
-        """What a round takes along of a step's chunks, whose slots are given then; None: nothing."""
+        """What a round takes along of a step's chunks; None: nothing."""
         shape = None if choice.tokens is not None else self.takes_along(choice.tier, bucket)
         if shape is None or not work.chunks or not work.free:
             return None
         pieces, calls = cover_beside(work.counts, self._prefill_shapes, self._can.prefill_overhead, shape)
         if not pieces:
             return None
-        self._admit(work.chunks)
         work.calls = calls
         return MixedKey(choice.tier, bucket, max(self.variants), shape), ChunkCall.of(shape, pieces, work.chunks)
 
@@ -211,7 +213,8 @@ class Runner(Arriving):
         beside = None if work is None or guide is not None or rows.rounds > 1 else self._beside(work, choice, bucket)
         if beside is not None and work is not None:
             key, call = beside
-            args = self._target, self._draft_params, self._state, batch, call.array(self.geo), self._new(call)
+            chunks, new = call.array(self.geo), self._new(call)
+            args = self._target, self._draft_params, self._state, batch, chunks, new
             self._state, packed, kept, *begun = self._call(key, *args)
             self._begun(work, call, *begun)
             self._disturbed, entered = True, False

@@ -354,7 +354,8 @@ class AbstractRound:
         takes_drafter = self.spec.takes_drafter(tier)
         if chunks is not None:
             fn = mixed_fn(self.spec, tier, sampled, chunks.size, chunks.width)
-            given = Chunks.of(self.spec.geo, chunks.rows).array, Admission.packed(self.spec.geo, chunks.rows)
+            geo = self.spec.geo
+            given = Chunks.of(geo, chunks.rows).array, Admission.packed(geo, geo.most_new(chunks.rows))
             more = abstract(given, (self.placement.replicated,) * 2)
             results, takes_drafter = (*results, *self.placement.round_results(True)[1:]), True
         elif tokens is None:

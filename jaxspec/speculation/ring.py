@@ -69,11 +69,11 @@ class FeatureRing:
         They are gathered while the buffer is at most half full; the rest is room for those under way. So where the
         host does not keep up, it is whole texts that are left out.
         """
-        count = slot_B.shape[0]
-        number_B = self.texts + jnp.arange(count, dtype=jnp.int32)
+        begins_B = slot_B < self.text_S.shape[0]
+        number_B = self.texts - 1 + jnp.cumsum(begins_B, dtype=jnp.int32)
         number_B = jnp.where(self.count <= self.rows_RX.shape[0] // 2, number_B, -1)
         text_S = self.text_S.at[slot_B].set(number_B, mode="drop")
-        return dataclasses.replace(self, text_S=text_S, texts=self.texts + count)
+        return dataclasses.replace(self, text_S=text_S, texts=self.texts + begins_B.sum(dtype=jnp.int32))
 
     def round(
         self, rows: Rows, sampling_S: SamplingState, tokens_SL: jax.Array, features_BDF: jax.Array, count_B: jax.Array

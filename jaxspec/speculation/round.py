@@ -340,7 +340,10 @@ def admit(spec: RoundSpec, state: DecodeState, rows_BX: jax.Array, bias_BV: jax.
 
 
 def admit_fn(spec: RoundSpec) -> Callable[..., DecodeState]:
-    """The traced function of `admit` alone."""
+    """The traced function of `admit` alone.
+
+    Takes (DecodeState, rows_BX, logit biases [B, V]).
+    """
 
     def run(state: DecodeState, rows_BX: jax.Array, bias_BV: jax.Array) -> DecodeState:
         return admit(spec, state, rows_BX, bias_BV)

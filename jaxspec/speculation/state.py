@@ -17,6 +17,9 @@ from jaxspec.models.base import ModelConfig
 from jaxspec.sizes import Sizes
 from jaxspec.speculation.sampling import SamplingState
 
+#: Of texts that travel with a call of chunks.
+_NEW_TOKENS = 1 << 17
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry(Sizes):
@@ -44,6 +47,10 @@ class Geometry(Sizes):
     def tokens_per_seq(self) -> int:
         """Length of a row's token buffer."""
         return self.pages_per_seq * self.page_size + 1
+
+    def most_new(self, rows: int) -> int:
+        """Requests that may get slots in a call of so many chunks: their texts travel as long as the longest may be."""
+        return max(1, min(rows, _NEW_TOKENS // self.tokens_per_seq))
 
     @property
     def most_features(self) -> int:

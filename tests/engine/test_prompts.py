@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config import SpeculationConfig
 from jaxspec.events import Delta, Started
 from jaxspec.request import SamplingParams
 from jaxspec.runtime.programs import PrefillKey
+from jaxspec.runtime.repertoire import RunnerConfig
 from jaxspec.scheduling.shapes import PrefillShape
+from jaxspec.speculation import state
 from jaxspec.speculation.layouts import Chunks
 
 
@@ -35,6 +38,36 @@ def test_prompts_that_come_at_once_start_together(bench: Any):
     assert [size for size, tier in calls[1] if tier is None] == [4]
 
 
+def test_requests_that_a_calls_rows_do_not_hold_get_their_slots_before_it(
+    bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """One with logit biases, and two more than there is room for."""
+    work = [tools.workload()[i] for i in (0, 1, 2, 4)]
+    expected = [output.token_ids for output in bench.expected(work)]
+    monkeypatch.setattr(state, "_NEW_TOKENS", 1)
+    sizes = dict(variants=("sampled",), batch_buckets=(4,))
+    engine = bench.build("none", SpeculationConfig(policy="off"), **sizes)
+    runner, calls = engine.runner, []
+    own = runner._call
+
+    def call(key: Any, *args: Any) -> Any:
+        calls.append(type(key).__name__)
+        return own(key, *args)
+
+    monkeypatch.setattr(runner, "_call", call)
+    assert [params.biased for _, params in work] == [False, False, False, True]
+    outputs = tools.drive(engine, work)
+    assert calls[:4] == ["AdmitKey"] * 3 + ["PrefillKey"] and calls.count("AdmitKey") == 3
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_prompts_without_an_end_run_in_as_large_chunks_as_others_leave_them():
+    shapes = [PrefillShape.of_one(size) for size in (64, 1024, 2048)]
+    can = RunnerConfig({}, [*shapes, PrefillShape(1024, 32, 128)], prefill_unsampled=(1024, 2048))
+    lean = [key.shape for key in can.prefill_keys if isinstance(key, PrefillKey) and not key.samples]
+    assert lean == shapes[1:]
+
+
 def test_a_chunk_that_ends_no_prompt_needs_no_output_layer(bench: Any, tools: Any):
     """The state is the same without it."""
     runner = bench.engine("none").runner
@@ -47,7 +80,7 @@ def test_a_chunk_that_ends_no_prompt_needs_no_output_layer(bench: Any, tools: An
     chunk = Chunks.of(runner.geo, 1, [(0, 9, False)]).array
     for executable in (whole, lean):
         copy = tuple(x.copy() for x in runner._state)
-        out = executable(runner._target, runner._draft_params, copy, chunk, None)
+        out = executable(runner._target, runner._draft_params, copy, chunk, runner._nobody[1], None)
         states.append(out if executable is lean else out[0])
     (length,) = (i for i, x in enumerate(runner._state) if x is runner.state.length_S)
     assert int(states[1][length][0]) == 16 + 9
