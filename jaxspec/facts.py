@@ -88,7 +88,7 @@ class EngineFacts:
                 f"but this engine's vocabulary has {self.vocab_size}"
             )
         if params.allowed_token_ids is not None:
-            raise ValueError("allowed_token_ids must be None with a grammar, which says what a text may be")
+            raise ValueError("allowed_token_ids must be left out with a grammar, which says what a text may be")
         if params.min_tokens:
             raise ValueError(
                 f"min_tokens must be 0 with a grammar, which says when a text ends, got {params.min_tokens}"

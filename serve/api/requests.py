@@ -29,6 +29,7 @@ MAX_REQUEST_ID = 128
 #: Every token is compared with the tails of the stop strings, so their length is paid for by everybody.
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
 #: Ids of one Abort.
 MAX_ABORTED = 4096
 #: Characters of a chat's variables, which are parsed on the event loop.
@@ -299,11 +300,12 @@ def _params(request: pb.GenerateRequest) -> tuple[SamplingParams, bool]:
     """(parameters, whether max_tokens was left to the server)."""
     sampling = request.sampling
     check_sampling("sampling", sampling)
+    check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
     fields: dict[str, Any] = {"max_tokens": None}
     for field, value in sampling.ListFields():
         if field.name == "logit_bias":
             value = dict(value)
-        elif field.name in ("stop", "stop_token_ids"):
+        elif field.name in ("stop", "stop_token_ids", "allowed_token_ids"):
             value = tuple(value)
         fields[field.name] = value
     params = sampling_params("sampling", request.n if request.HasField("n") else 1, fields)

@@ -54,6 +54,7 @@ class Options(ChatOptions, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
     logprobs: int
     include_stop_str_in_output: bool
     skip_special_tokens: bool
@@ -195,6 +196,7 @@ _SEVERAL = {
     "stop": "a text or a list of texts",
     "choice": "a list of texts",
     "stop_token_ids": f"a list of integers {_UINT32}",
+    "allowed_token_ids": f"a list of integers {_UINT32}",
     "logit_bias": f"numbers by token id, which are integers {_UINT32}",
 }
 _GRAMMAR = ("json_schema", "json_object", "regex", "lark", "choice")
@@ -298,7 +300,7 @@ def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
             raise TypeError("protobuf would take it")
         if name == "logit_bias":
             message.logit_bias.update(value)
-        elif name in ("stop", "stop_token_ids", "choice"):
+        elif name in ("stop", "stop_token_ids", "allowed_token_ids", "choice"):
             getattr(message, field).extend(value)
             if name == "choice":
                 message.SetInParent()

@@ -19,7 +19,6 @@ ELSEWHERE = {
     "grammar": "lark", "schema": "json_schema", "response_format": "json_schema", "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
     "best_of": "leave it out, ask for n completions and keep the one that you like best", "top_n_tokens": "logprobs",
-    "allowed_token_ids": "leave it out, a grammar says what a text may be",
     "bad_words": "leave it out, logit_bias makes tokens unlikely",
     "prompt_logprobs": "leave it out, log-probabilities are of generated tokens alone",
 }  # fmt: skip

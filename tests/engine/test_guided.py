@@ -380,7 +380,7 @@ def test_what_an_engine_refuses(engines: Engines, without: Engine, expected: dic
         without.add([1], SamplingParams(), grammar=grammar)
     with pytest.raises(ValueError, match="min_tokens must be 0 with a grammar, which says when a text ends, got 2"):
         engine.add([1], SamplingParams(min_tokens=2), grammar=grammar)
-    with pytest.raises(ValueError, match="allowed_token_ids must be None with a grammar"):
+    with pytest.raises(ValueError, match="allowed_token_ids must be left out with a grammar"):
         engine.add([1], SamplingParams(allowed_token_ids=[2]), grammar=grammar)
     grammar.vocab_size = 13
     with pytest.raises(ValueError, match="compiled for 13 tokens, but this engine's vocabulary has 64"):

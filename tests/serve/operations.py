@@ -86,6 +86,7 @@ SAMPLING = st.fixed_dictionaries(
         **SHARED,
         "top_k": mostly(st.sampled_from([-1, 0, 1, 20]), ANY_INT),
         "seed": ANY_UINT,
+        "allowed_token_ids": mostly(st.lists(TOKEN, min_size=1, max_size=6), st.lists(ANY_UINT, max_size=6)),
         "logit_bias": mostly(
             st.dictionaries(TOKEN, BIAS, max_size=3), st.dictionaries(ANY_UINT, ANY_FLOAT, max_size=3)
         ),

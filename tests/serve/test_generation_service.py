@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Any, Options]] = {
     "stop token": ("abc", {"temperature": 1.0, "seed": 5, "stop_token_ids": [1, 7], "max_tokens": 60}),
     "penalties": ("aaaa", {"temperature": 0.3, "seed": 1, "presence_penalty": 0.4, "repetition_penalty": 1.3}),
     "bias": ("aaaa", {"temperature": 0.0, "logit_bias": {2: 1.7}, "min_tokens": 4, "max_tokens": 8}),
+    "allowed": ("abc", {"temperature": 1.0, "seed": 6, "allowed_token_ids": [0, 2, 4], "max_tokens": 9}),
     "plain": ("abcab", {**GREEDY, "speculation": False}),
     "shallow": ("abcab", {**GREEDY, "max_depth": 1}),
 }
@@ -158,6 +159,9 @@ def test_what_can_never_be_honoured_is_invalid(kit: Any):
         ([99], {}, r"token ids must lie in \[0, 13\), got 99"),
         ("abc", {"stop_token_ids": [13]}, "stop_token_ids must be below the vocabulary size 13, got 13"),
         ("abc", {"logit_bias": {13: 1.0}}, "logit_bias must be below the vocabulary size 13, got 13"),
+        ("abc", {"allowed_token_ids": [13]}, "allowed_token_ids must be below the vocabulary size 13, got 13"),
+        ("abc", {"allowed_token_ids": [2], "regex": "a+"}, "allowed_token_ids must be left out with a grammar"),
+        ("abc", {"allowed_token_ids": [2], "stop_token_ids": [2], "min_tokens": 1}, "min_tokens = 1 does not forbid"),
         ("abc", {"n": 10**6}, "n must be an integer from 1 to 64, got 1000000"),
         ("abc", {"temperature": float("nan")}, "sampling.temperature must be"),
         ("abc", {"regex": "("}, ""),
@@ -176,7 +180,9 @@ def test_what_can_never_be_honoured_is_invalid(kit: Any):
             error = await failure(client.generate("abc", model="gpt"))
             assert error.code is grpc.StatusCode.NOT_FOUND
             assert scraped(server, "jaxspec:refused_requests_total", code="NOT_FOUND", reason="not_found") == 1
-            assert scraped(server, "jaxspec:refused_requests_total", code="INVALID_ARGUMENT", reason="invalid") == 18
+            assert scraped(
+                server, "jaxspec:refused_requests_total", code="INVALID_ARGUMENT", reason="invalid"
+            ) == 2 * len(cases)
 
     kit.run(story())
 

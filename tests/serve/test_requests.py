@@ -42,6 +42,7 @@ def test_every_option_arrives():
         temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=2**32 - 1, max_tokens=7, min_tokens=2, stop=["x", "yz"],
         stop_token_ids=[3, 4], ignore_eos=True, presence_penalty=-0.3, frequency_penalty=0.2, repetition_penalty=1.1,
         logit_bias={3: -1.7, 5: 2.0}, logprobs=4, include_stop_str_in_output=True, skip_special_tokens=False,
+        allowed_token_ids=[3, 5, 9],
     )  # fmt: skip
     job = job_of(
         [1, 2, 3], **sampling, n=3, request_id="mine", model="demo", max_depth=2, priority=-7, route="code",
@@ -104,6 +105,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["y" * 1025]}, "sampling.stop may hold strings of 1024 characters, got 'y+'... .1025 characters."),
     ({"stop_token_ids": [1] * 33}, "sampling.stop_token_ids may have at most 32 entries, got 33"),
     ({"stop_token_ids": [2**31]}, "sampling.stop_token_ids must be an integer from 0"),
+    ({"allowed_token_ids": [1] * 4097}, "sampling.allowed_token_ids may have at most 4096 entries, got 4097"),
+    ({"allowed_token_ids": [2**31]}, "sampling.allowed_token_ids must be an integer from 0"),
     *[
         ({name: value}, rf"sampling.{name} must be a finite number in \[-2, 2\]")
         for name in ("presence_penalty", "frequency_penalty")
