@@ -22,7 +22,7 @@ from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.ring import FeatureRing
 from jaxspec.speculation.round import RoundSpec, admit
 from jaxspec.speculation.sampling import adjust_logits, restrict_logits
-from jaxspec.speculation.state import DecodeState, Rows
+from jaxspec.speculation.state import DecodeState, Rows, distinct
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.verifier import verify
 from jaxspec.tier import PLAIN
@@ -102,7 +102,7 @@ def begin(
       last_B: not 0 where a chunk does.
     """
     rows, ending = text.rows, last_B > 0
-    into = jnp.where(ending, rows.slot_B, spec.geo.slots)[:, None]
+    into = distinct(jnp.where(ending, rows.slot_B, spec.geo.slots), spec.geo.slots)[:, None]
     # With a round behind it, XLA would split them as the logits that they change, and gather them.
     counts = everywhere(state.sampling.counts_SV.at[into, first.token_B1].add(1, mode="drop"))
     position = (rows.length_B + text.count_B)[:, None]
@@ -110,7 +110,7 @@ def begin(
     state = dataclasses.replace(
         state,
         tokens_SL=state.tokens_SL.at[into, position].set(first.token_B1, mode="drop"),
-        over_S=state.over_S.at[into[:, 0]].set(end != End.NOT_YET, mode="drop"),
+        over_S=state.over_S.at[into[:, 0]].set(end != End.NOT_YET, mode="drop", unique_indices=True),
         sampling=dataclasses.replace(state.sampling, counts_SV=counts),
     )
     return state, Packed.of(first.finite_B.astype(jnp.int32), end, first.token_B1)

@@ -24,7 +24,7 @@ from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, End, Packed, PackedLogprobs, Text
 from jaxspec.speculation.ring import FeatureRing, ring_layers
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
-from jaxspec.speculation.state import DecodeState, Geometry, Rows
+from jaxspec.speculation.state import DecodeState, Geometry, Rows, distinct
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.typical import Typical
 from jaxspec.speculation.verifier import verifies_in_xla, verify
@@ -229,7 +229,8 @@ class Phases:
         length = state.length_S.at[rows.slot_B].add(count, mode="drop")
         finite = verdict.finite_B | ~rows.valid_B
         end = ends(state.sampling, rows.slot_B, emitted, position + 1, write, finite, self.spec.eos)
-        over = state.over_S.at[rows.slot_B].set(end != End.NOT_YET, mode="drop")
+        own_B = distinct(rows.slot_B, geo.slots)
+        over = state.over_S.at[own_B].set(end != End.NOT_YET, mode="drop", unique_indices=True)
         draft, ring, own_BNA = state.draft, state.ring, self.spec.drafters(aux_BNA)
         if drafter is not None:
             draft = drafter.extend(draft_params, draft, rows, own_BNA, count)
@@ -318,13 +319,14 @@ def admit(spec: RoundSpec, state: DecodeState, rows_BX: jax.Array, bias_BV: jax.
     row = jnp.arange(rows_BX.shape[0])[:, None]
     where = lambda mask: (row, jnp.where(mask, new.tokens, vocab))
     none = jnp.zeros((rows_BX.shape[0], vocab), jnp.int32)
-    in_prompt = none.astype(bool).at[where(index < prompt_len_B1)].set(True, mode="drop")
+    in_prompt = none.at[where(index < prompt_len_B1)].set(1, mode="drop") > 0
     counts = none.at[where((index >= prompt_len_B1) & (index < new.total[:, None]))].add(1, mode="drop")
     bias = none.astype(jnp.float32) if bias_BV is None else bias_BV
     sampling = SamplingState(
         **new.numbers, stop_ids_SK=new.stop_ids, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt
     )
-    put = lambda table, value: table.at[new.slot].set(value, mode="drop")
+    slot_B = distinct(new.slot, spec.geo.slots)
+    put = lambda table, value: table.at[slot_B].set(value, mode="drop", unique_indices=True)
     draft = state.draft if spec.drafter is None else spec.drafter.admit(state.draft, new.slot, new.cached)
     return dataclasses.replace(
         state,

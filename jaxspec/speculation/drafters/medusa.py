@@ -18,7 +18,7 @@ from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
-from jaxspec.speculation.state import Geometry, Rows
+from jaxspec.speculation.state import Geometry, Rows, distinct
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
 
@@ -76,8 +76,8 @@ class MedusaDrafter(Trained):
         return self._keep(draft, rows, jnp.take_along_axis(aux_BDA, (count_B - 1)[:, None, None], axis=1)[:, 0])
 
     def _keep(self, draft: jax.Array, rows: Rows, last_BE: jax.Array) -> jax.Array:
-        slot = jnp.where(rows.valid_B, rows.slot_B, self.geo.slots)
-        return draft.at[slot].set(last_BE.astype(draft.dtype), mode="drop")
+        slot_B = distinct(jnp.where(rows.valid_B, rows.slot_B, self.geo.slots), self.geo.slots)
+        return draft.at[slot_B].set(last_BE.astype(draft.dtype), mode="drop", unique_indices=True)
 
     def draft(
         self, params: Any, draft: jax.Array, rows: Rows, tokens_SL: jax.Array, tier: Tier,
