@@ -319,8 +319,10 @@ def admit(spec: RoundSpec, state: DecodeState, rows_BX: jax.Array, bias_BV: jax.
     row = jnp.arange(rows_BX.shape[0])[:, None]
     where = lambda mask: (row, jnp.where(mask, new.tokens, vocab))
     none = jnp.zeros((rows_BX.shape[0], vocab), jnp.int32)
-    in_prompt = none.at[where(index < prompt_len_B1)].set(1, mode="drop") > 0
-    counts = none.at[where((index >= prompt_len_B1) & (index < new.total[:, None]))].add(1, mode="drop")
+    # Else XLA would split them over devices as logits are, and gather them.
+    in_prompt = everywhere(none.at[where(index < prompt_len_B1)].set(1, mode="drop")) > 0
+    later = (index >= prompt_len_B1) & (index < new.total[:, None])
+    counts = everywhere(none.at[where(later)].add(1, mode="drop"))
     bias = none.astype(jnp.float32) if bias_BV is None else bias_BV
     sampling = SamplingState(
         **new.numbers, stop_ids_SK=new.stop_ids, bias_SV=bias, counts_SV=counts, in_prompt_SV=in_prompt
@@ -334,7 +336,6 @@ def admit(spec: RoundSpec, state: DecodeState, rows_BX: jax.Array, bias_BV: jax.
         tokens_SL=put(state.tokens_SL, new.tokens),
         length_S=put(state.length_S, new.cached),
         over_S=put(state.over_S, jnp.zeros_like(new.slot, bool)),
-        # Else XLA would split counts as logits are, and gather them.
         sampling=everywhere(jax.tree.map(put, state.sampling, sampling)),
         draft=draft,
         ring=state.ring.admit(new.slot) if isinstance(state.ring, FeatureRing) else state.ring,

@@ -189,9 +189,9 @@ class CachedText:
             row = jnp.maximum(rows.length_B - 1, 0) % self.ring
             ring_BA = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")
             # Each token comes with the states of the one before it: in the chunk, or for the first one in the ring.
-            begins_T1 = (text.offset_T == 0)[:, None]
-            before_TA = jnp.where(begins_T1, ring_BA[text.row_T], jnp.roll(aux_1TA[0], 1, axis=0).astype(ring_BA.dtype))
-            feature = self.core.fuse(net, before_TA[None])
+            before_1TA = jnp.roll(aux_1TA, 1, axis=1).astype(ring_BA.dtype)
+            before_1TA = before_1TA.at[0, text.start_B].set(ring_BA, mode="drop")
+            feature = self.core.fuse(net, before_1TA)
         inputs = Inputs(tokens_1T, feature, text.index_BN)
         done = self.consume(net, draft, rows, inputs, text.real_BN, asked=0, text=text)
         draft = self.write(draft, rows, done, ready_B=after_reads(done.kv_LBNGc))
