@@ -247,6 +247,7 @@ def mixed_round(target: Target) -> Iterator[Program]:
                 max_collective_bytes=summed * cfg.hidden_size * DTYPE.itemsize + (32 << 10),
                 in_place_bytes=device_bytes(described.arguments[2]),
                 kernels=("tree_attention",),
+                quick=shards > 1 and tier is PLAIN and target.kind == "gpu",
             )  # fmt: skip
 
 

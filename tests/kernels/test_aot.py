@@ -31,9 +31,9 @@ from pallas_kernels.aot.targets import TARGETS, Target
 from pallas_kernels.tree_attention.cases import POOL_BYTES
 
 #: Operations that the gate leaves to `make aot` and `make test-all`.
-LATER = {"quantised_round", "experts_round", "mixed_round", "placed_round"}
+LATER = {"quantised_round", "experts_round", "placed_round"}
 #: And those of which the gate compiles GPUs' alone: there XLA's simplifications come before it partitions.
-GPUS_FIRST = {"sharded_round"}
+GPUS_FIRST = {"sharded_round", "mixed_round"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: An environment beside the tests', made by `make test`.
 COMPILERS = ROOT / ".venv" / "aot" / "bin" / "python"
