@@ -151,7 +151,9 @@ def quantise_directory(
 
 
 def _check_out(source: Path, out: Path, overwrite: bool) -> None:
-    """Refuses a directory that holds weights which are not to be replaced."""
+    """Refuses a directory that would not be found, or that holds weights which are not to be replaced."""
+    if str(out) == "demo":
+        raise ValueError("'demo' is the built-in model wherever one is loaded; name another directory")
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} is the model itself; name another directory")
     held = sorted(file.name for file in out.glob("*") if file.name == INDEX or file.suffix in (".safetensors", ".bin"))

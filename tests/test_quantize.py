@@ -116,6 +116,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
         return capsys.readouterr().err
 
     out = tmp_path / "out"
+    assert "is the built-in model" in refused(str(source), "demo", "--format", "fp8")
     assert "is the model itself" in refused(str(source), str(source), "--format", "fp8")
     assert "lacks: ['head']" in refused(str(source), str(out), "--format", "fp8", "--ignore", "head")
     hf.save_model(tiny_target(tie_word_embeddings=True), tmp_path / "tied", dtype=jnp.float32)
