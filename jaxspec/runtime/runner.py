@@ -81,7 +81,7 @@ class Runner(Arriving):
         # What calls for prompts are mostly given, on the device already.
         shapes = [*config.prefill_shapes, *([] if config.mixed is None else [config.mixed])]
         words, rows = -(-self.config.vocab_size // 32), sorted({shape.rows for shape in shapes})
-        self._nobody = {b: self.put(Admission.packed(geo, b)) for b in map(geo.most_new, rows)}
+        self._nobody = {b: self.put(Admission.packed(geo, b)) for b in {*map(geo.most_new, rows)}}
         self._zero_bias = self.put(np.zeros((1, self.config.vocab_size), np.float32))
         self._anything = {b: self.put(np.full((b, words), -1, np.int32)) for b in rows if config.guided}
 

@@ -241,3 +241,10 @@ def test_rings_that_cannot_be_are_refused(bench: Any, tmp_path: Path):
         build("eagle3", feature_ring=tmp_path / "ring", feature_ring_mib=1, max_batch_size=500)
     with pytest.raises(ValueError, match="cannot be written"):
         build("eagle3", feature_ring=tmp_path / "file")
+
+
+def test_only_texts_that_begin_get_a_number():
+    ring = FeatureRing.empty(8, 4, 4).admit(jnp.asarray([4, 2, 4, 0]))
+    assert ring.text_S.tolist() == [1, -1, 0, -1] and int(ring.texts) == 2
+    same = ring.admit(jnp.asarray([4, 4]))
+    assert same.text_S.tolist() == ring.text_S.tolist() and int(same.texts) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from types import SimpleNamespace
 
 import jax
@@ -111,30 +110,6 @@ def test_a_round_that_takes_prompts_along_copies_no_pool(setting):
     compiled = fn.lower(target, draft, state, batch, chunks, Admission.packed(GEO, 2)).compile()
     temp, pool = temp_and_smallest_pool(compiled, state)
     assert temp < pool / 4, f"{temp} bytes of temporaries against a pool of {pool}"
-
-
-def test_numbers_of_few_bits_are_written_without_atomics(setting):
-    """Of 8 and 16 bits, that is, as pools in bfloat16 and flags are: XLA's scatter for GPUs is told that no two of
-    their places are the same."""
-    spec, target, draft, state = setting
-    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    few = dataclasses.replace(
-        state, pages=jax.ShapeDtypeStruct(state.pages.shape, jnp.bfloat16),
-        draft=dataclasses.replace(state.draft, pages=jax.ShapeDtypeStruct(state.draft.pages.shape, jnp.bfloat16)),
-    )  # fmt: skip
-    batch, chunks, new = int32(2, Batch.width(GEO)), int32(2, 3), Admission.packed(GEO, 2)
-    chain = rounds.round_fn(spec, Tier(2), True)
-    mixed = mixed_fn(spec, PLAIN, True, size=32, width=16)
-    scatter = re.compile(r'"stablehlo\.scatter"\(.*?\) <\{(.*?)\}> \(\{.*?\}\) : \(tensor<(?:\d+x)*(\w+)>', re.DOTALL)
-    seen = set()
-    for fn, args in ((chain, (batch,)), (mixed, (batch, chunks, new))):
-        text = jax.jit(fn).lower(target, draft, few, *args).as_text()
-        found = scatter.findall(text)
-        assert len(found) == text.count('"stablehlo.scatter"')
-        for attributes, kind in found:
-            seen.add(kind)
-            assert kind not in ("i1", "bf16") or "unique_indices = true" in attributes, attributes
-    assert {"i1", "bf16", "i32"} <= seen
 
 
 def test_behind_their_last_attention_prompts_are_their_last_tokens(setting, monkeypatch):

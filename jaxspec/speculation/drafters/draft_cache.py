@@ -190,7 +190,10 @@ class CachedText:
             ring_BA = draft.ring_SRA.at[rows.slot_B, row].get(mode="clip")
             # Each token comes with the states of the one before it: in the chunk, or for the first one in the ring.
             before_1TA = jnp.roll(aux_1TA, 1, axis=1).astype(ring_BA.dtype)
-            before_1TA = before_1TA.at[0, text.start_B].set(ring_BA, mode="drop")
+            # Rows without tokens begin where others end.
+            beyond_B = before_1TA.shape[1] + jnp.arange(text.start_B.shape[0], dtype=jnp.int32)
+            start_B = jnp.where(text.count_B > 0, text.start_B, beyond_B)
+            before_1TA = before_1TA.at[0, start_B].set(ring_BA, mode="drop", unique_indices=True)
             feature = self.core.fuse(net, before_1TA)
         inputs = Inputs(tokens_1T, feature, text.index_BN)
         done = self.consume(net, draft, rows, inputs, text.real_BN, asked=0, text=text)
