@@ -196,7 +196,7 @@ _SEVERAL = {
     "stop": "a text or a list of texts",
     "choice": "a list of texts",
     "stop_token_ids": f"a list of integers {_UINT32}",
-    "allowed_token_ids": f"a list of integers {_UINT32}",
+    "allowed_token_ids": f"a list of at least one integer {_UINT32}",
     "logit_bias": f"numbers by token id, which are integers {_UINT32}",
 }
 _GRAMMAR = ("json_schema", "json_object", "regex", "lark", "choice")
@@ -298,6 +298,8 @@ def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
     try:
         if isinstance(value, bool) and takes.startswith("an integer"):
             raise TypeError("protobuf would take it")
+        if name == "allowed_token_ids" and not (isinstance(value, Sequence) and value):
+            raise TypeError("none would stand for all")
         if name == "logit_bias":
             message.logit_bias.update(value)
         elif name in ("stop", "stop_token_ids", "allowed_token_ids", "choice"):

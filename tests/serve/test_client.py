@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 import threading
@@ -269,7 +270,14 @@ def test_all_tries_share_one_time_limit(monkeypatch: pytest.MonkeyPatch):
         ("a", {"seed": 1.5}, "^seed must be an integer from 0 to 4294967295, got 1.5$"),
         ("a", {"max_tokens": True}, "^max_tokens must be an integer from 0 to 4294967295, got True$"),
         ("a", {"top_k": 2**31}, "^top_k must be an integer from -2147483648 to 2147483647, got 2147483648$"),
-        ("a", {"allowed_token_ids": 3}, r"^allowed_token_ids must be a list of integers from 0 to .*, got 3$"),
+        *(
+            (
+                "a",
+                {"allowed_token_ids": value},
+                rf"^allowed_token_ids must be a list of at least one .*, got {re.escape(repr(value))}$",
+            )
+            for value in (3, (), {1: 2})
+        ),
         ("a", {"stop_token_ids": [-1]}, r"^stop_token_ids must be a list of integers from 0 to .*, got \[-1\]$"),
         ("a", {"stop": [3]}, r"^stop must be a text or a list of texts, got \[3\]$"),
         ("a", {"logit_bias": {-1: 1.0}}, r"^logit_bias must be numbers by token id, .* 4294967295, got \{-1: 1.0\}$"),
