@@ -72,7 +72,7 @@ class EngineConfig:
       prefill_chunk: most tokens of one prompt that are computed between two rounds; None: 256 on CPUs, 1,024 on
         accelerators, and 2,048 on GPUs while nobody decodes (not with batch_invariant), within max_num_batched_tokens.
       max_num_batched_tokens: most tokens of all prompts that are computed between two rounds, at least prefill_chunk:
-        short prompts are computed together. None: prefill_chunk, of all prompts together where that is None, too.
+        short prompts are computed together. None: as many as of one prompt.
       batch_buckets: padded batch sizes to compile, the largest being max_batch_size; None: powers of two.
       variants: which rounds to compile. "greedy" serves batches of plain greedy requests faster on accelerators;
         "sampled" serves every batch. ("greedy",) alone refuses requests that sample. None: both on accelerators,

@@ -27,9 +27,16 @@ from pallas_kernels.profile import busy, record
 
 def _shape(text: str) -> tuple[int, int]:
     requests, _, tokens = text.partition("x")
-    if not (requests.isdigit() and tokens.isdigit() and int(requests) and int(tokens)):
-        raise argparse.ArgumentTypeError(f"must be requests x tokens, such as 32x4, got {text!r}")
-    return int(requests), int(tokens)
+    try:
+        return _positive(requests), _positive(tokens)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be requests x tokens, such as 32x4, got {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def seconds(
@@ -79,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", choices=sorted(SHAPES), default="8b", help="of the target whose layers and heads they are")
     add("--new", type=_shape, nargs="+", metavar="BxN", help="requests x tokens of each",
         default=[(1, 1), (32, 1), (32, 4), (128, 1), (128, 4), (1, 512), (1, 2048)])  # fmt: skip
-    add("--each", type=int, nargs="*", default=[1, 4, 8, 16, 32], help="layers of a scatter")
-    add("--page", type=int, default=64, help="tokens a page")
+    add("--each", type=_positive, nargs="*", default=[1, 4, 8, 16, 32], help="layers of a scatter")
+    add("--page", type=_positive, default=64, help="tokens a page")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the pool")
-    add("--count", type=int, default=4, help="commits, one after the other")
+    add("--count", type=_positive, default=4, help="commits, one after the other")
     args = report.parse(parser, argv)
     cfg, dtype, device = SHAPES[args.shape][0], jnp.dtype(args.dtype), jax.devices()[0].device_kind
     bandwidth = report.rate(BANDWIDTH, None)
