@@ -33,12 +33,19 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def scatters(fn: Callable[..., Any], *args: Any) -> Iterator[tuple[jnp.dtype, bool, np.ndarray]]:
-    """Each scatter's dtype, whether it is told to have places of its own, and its places, by computing it all."""
-    closed = jax.make_jaxpr(fn)(*args)
-    yield from _within(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
+    """Each scatter's dtype, whether it is told to have places of its own, and its places."""
+    closed, told = jax.make_jaxpr(fn)(*args), []
+
+    def places(*leaves: jax.Array) -> list[jax.Array]:
+        _, found = _within(closed.jaxpr, closed.consts, leaves)
+        told[:] = [(dtype, apart) for dtype, apart, _ in found]
+        return [at for *_, at in found]
+
+    found = jax.jit(places)(*jax.tree.leaves(args))
+    yield from ((*about, np.asarray(at)) for about, at in zip(told, found, strict=True))
 
 
-def _within(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], list[tuple[jnp.dtype, bool, np.ndarray]]]:
+def _within(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], list[tuple[jnp.dtype, bool, jax.Array]]]:
     held = dict(zip(map(id, (*jaxpr.constvars, *jaxpr.invars)), (*consts, *args), strict=True))
     of = lambda x: x.val if hasattr(x, "val") else held[id(x)]
     found = []
@@ -50,7 +57,7 @@ def _within(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], list[tuple[j
             found += more
         else:
             if name.startswith("scatter"):
-                found.append((eqn.invars[0].aval.dtype, eqn.params["unique_indices"], np.asarray(given[1])))
+                found.append((eqn.invars[0].aval.dtype, eqn.params["unique_indices"], given[1]))
             named = list({id(x): x for x in eqn.invars if not hasattr(x, "val")}.values())
             names = dict(arg_names=("x",) * len(named), result_paths=("",) * len(eqn.outvars))
             alone = jaxpr.replace(
