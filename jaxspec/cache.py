@@ -30,6 +30,15 @@ _LAYERS, _MANY = 8, 32
 _LANES = 128
 
 
+def distinct(index: jax.Array, size: int) -> jax.Array:
+    """Indices of an axis of `size`; those beyond its end, which are dropped, become numbers that are all different.
+
+    For scatters with `unique_indices`, without which GPUs write numbers of 8 and 16 bits by atomic operations.
+    """
+    beyond = size + jnp.arange(index.size, dtype=index.dtype).reshape(index.shape)
+    return jnp.where(index < size, index, beyond)
+
+
 def init_pages(
     num_layers: int, num_pages: int, kv_heads: int, page_size: int, width: int, dtype: jnp.dtype,
     kernels: str | None = None,
@@ -215,11 +224,8 @@ def commit(
     page_BN = jnp.take_along_axis(table_BM, jnp.where(in_table, column_BN, 0), axis=1)
     write = write_BN & ready_B[:, None] & in_table & (page_BN < num_pages)
     index_LBN = page_BN[None] + (jnp.arange(layers, dtype=page_BN.dtype) * num_pages)[:, None, None]
-    # Pages of their own beyond the end, so that no two are the same: else GPUs write each number of 16 bits by an
-    # atomic operation.
-    nowhere_LBN = layers * num_pages + jnp.arange(index_LBN.size, dtype=page_BN.dtype).reshape(index_LBN.shape)
-    index_LBN = jnp.where(write[None], index_LBN, nowhere_LBN)
     offset_LBN = jnp.broadcast_to((position_BN % page)[None], index_LBN.shape)
+    index_LBN = distinct(jnp.where(write[None], index_LBN, layers * num_pages), layers * num_pages)
 
     def put(pages: jax.Array, kv_LBNGc: jax.Array, index_LBN: jax.Array, offset_LBN: jax.Array) -> jax.Array:
         # Heads are indexed, not sliced: for a slice between two indexed axes a TPU transposes the whole pool, and back.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.cache import TreeKV, after_reads, commit
+from jaxspec.cache import TreeKV, after_reads, commit, distinct
 from jaxspec.models.base import TargetModel
 from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.ending import ends
@@ -22,7 +22,7 @@ from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.ring import FeatureRing
 from jaxspec.speculation.round import RoundSpec, admit
 from jaxspec.speculation.sampling import adjust_logits, restrict_logits
-from jaxspec.speculation.state import DecodeState, Rows, distinct
+from jaxspec.speculation.state import DecodeState, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.verifier import verify
 from jaxspec.tier import PLAIN

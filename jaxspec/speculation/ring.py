@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.cache import distinct
 from jaxspec.models.base import ModelConfig
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
@@ -109,9 +110,8 @@ class FeatureRing:
         index_B = jnp.arange(len(kept_B), dtype=jnp.int32)
         before_B = jnp.sum(jnp.where(index_B[None] < index_B[:, None], kept_B[None], 0), axis=1, dtype=jnp.int32)
         place_T = self.count + before_B[row_T] + offset_T
-        # Places of their own beyond the end, so that no two are the same.
-        nowhere_T = self.rows_RX.shape[0] + jnp.arange(len(row_T), dtype=jnp.int32)
-        place_T = jnp.where(offset_T < kept_B[row_T], place_T, nowhere_T)
+        room = self.rows_RX.shape[0]
+        place_T = distinct(jnp.where(offset_T < kept_B[row_T], place_T, room), room)
         heat_B = jax.lax.bitcast_convert_type(of(sampling_S.temperature_S), jnp.int32)
         about_TI = jnp.stack(
             [text_B[row_T], position_T, token_T, of(sampling_S.prompt_len_S)[row_T], heat_B[row_T]], axis=1

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.cache import TreeKV, commit
+from jaxspec.cache import TreeKV, commit, distinct
 from jaxspec.models.base import ModelConfig, TargetModel, counting_experts, touched
 from jaxspec.models.sharded import everywhere
 from jaxspec.speculation.drafter import Drafter, Remembering
@@ -24,7 +24,7 @@ from jaxspec.speculation.ending import ends
 from jaxspec.speculation.layouts import Admission, Batch, End, Packed, PackedLogprobs, Text
 from jaxspec.speculation.ring import FeatureRing, ring_layers
 from jaxspec.speculation.sampling import SamplingState, adjust_logits, restrict_logits, top_logprobs
-from jaxspec.speculation.state import DecodeState, Geometry, Rows, distinct
+from jaxspec.speculation.state import DecodeState, Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.speculation.typical import Typical
 from jaxspec.speculation.verifier import verifies_in_xla, verify

@@ -17,7 +17,7 @@ from jaxspec.models.base import ModelConfig
 from jaxspec.sizes import Sizes
 from jaxspec.speculation.sampling import SamplingState
 
-#: Of texts that travel with a call of chunks.
+#: Most tokens of rows that travel with a call of chunks.
 _NEW_TOKENS = 1 << 17
 
 
@@ -96,14 +96,6 @@ class DecodeState:
             draft=draft,
             ring=ring,
         )
-
-
-def distinct(slot_B: jax.Array, slots: int) -> jax.Array:
-    """Slots of which no two are the same, where those of padding were: these lie beyond the end.
-
-    So XLA may be told, which on GPUs else writes numbers of 8 and 16 bits by atomic operations.
-    """
-    return jnp.where(slot_B < slots, slot_B, slots + jnp.arange(slot_B.shape[0], dtype=slot_B.dtype))
 
 
 #: What the tokens of padding rows are apart.

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.extend import core
 
-from jaxspec.cache import commit
+from jaxspec.cache import commit, distinct
 from jaxspec.models.tiny import tiny_target
 from jaxspec.speculation import round as rounds
 from jaxspec.speculation.drafters.autoregressive import AutoregressiveDrafter
@@ -26,7 +26,7 @@ from jaxspec.speculation.drafters.medusa import MedusaDrafter
 from jaxspec.speculation.drafters.medusa_head import MedusaConfig, MedusaHeads
 from jaxspec.speculation.layouts import Admission, Batch, Chunks
 from jaxspec.speculation.mixed import mixed_fn
-from jaxspec.speculation.state import DecodeState, Geometry, distinct
+from jaxspec.speculation.state import DecodeState, Geometry
 from jaxspec.tier import PLAIN, Tier
 
 BF16 = jnp.dtype(jnp.bfloat16)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import TreeKV, after_reads, commit, init_pages
+from jaxspec.cache import TreeKV, after_reads, commit, distinct, init_pages
 from jaxspec.models.base import Attend
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.state import Geometry, Rows
@@ -173,8 +173,7 @@ class CachedText:
         self, draft: DraftCache, slot: jax.Array, position: jax.Array, aux: jax.Array, keep: jax.Array
     ) -> DraftCache:
         """Puts auxiliary states [..., A] of positions, those to keep, into their slots' rings."""
-        # No two are the same, as in `commit`.
-        slot = jnp.where(keep, slot, self.geo.slots + jnp.arange(keep.size, dtype=jnp.int32).reshape(keep.shape))
+        slot = distinct(jnp.where(keep, slot, self.geo.slots), self.geo.slots)
         at, aux = (slot, position % self.ring), aux.astype(draft.ring_SRA.dtype)
         ring = draft.ring_SRA.at[at].set(aux, mode="drop", unique_indices=True)
         return dataclasses.replace(draft, ring_SRA=ring)
@@ -191,8 +190,8 @@ class CachedText:
             # Each token comes with the states of the one before it: in the chunk, or for the first one in the ring.
             before_1TA = jnp.roll(aux_1TA, 1, axis=1).astype(ring_BA.dtype)
             # Rows without tokens begin where others end.
-            beyond_B = before_1TA.shape[1] + jnp.arange(text.start_B.shape[0], dtype=jnp.int32)
-            start_B = jnp.where(text.count_B > 0, text.start_B, beyond_B)
+            count = before_1TA.shape[1]
+            start_B = distinct(jnp.where(text.count_B > 0, text.start_B, count), count)
             before_1TA = before_1TA.at[0, start_B].set(ring_BA, mode="drop", unique_indices=True)
             feature = self.core.fuse(net, before_1TA)
         inputs = Inputs(tokens_1T, feature, text.index_BN)

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.cache import distinct
 from jaxspec.speculation.drafters.cores import Trained
 from jaxspec.speculation.drafters.medusa_head import MedusaHeads
 from jaxspec.speculation.drafters.proposals import Ranking, propose_block
 from jaxspec.speculation.ragged import Ragged
 from jaxspec.speculation.sampling import SamplingState
-from jaxspec.speculation.state import Geometry, Rows, distinct
+from jaxspec.speculation.state import Geometry, Rows
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.tier import Tier
 
