@@ -170,7 +170,7 @@ class Kernel(mosaic_wide.Kernel):
         whole = jnp.clip(walk.whole, walk.begin, walk.end)
         carry = lax.fori_loop(walk.begin, whole, functools.partial(step, False), (ahead, *nothing))
         _, acc, top, total = lax.fori_loop(whole, walk.end, functools.partial(step, True), carry)
-        results = self.results
+        results, total = self.results, self.settle(total)
         if self.splits == 1:
             out = (acc * self.along(1.0 / total, self.half)).astype(outs[0].dtype)
             results.put(outs[0], out, b, team, block)
@@ -186,16 +186,16 @@ class Kernel(mosaic_wide.Kernel):
         slot = rem(step - walk.begin, self.stages)
         k = shared["k"].at[slot]
         plgpu.barrier_wait(shared["k_full"].at[slot])
+        seen = self.seen(walk, b, block, ins, step) if masked else ()
         s = self.scores(shared["q"], k, lambda: None)
         if masked:
             if self.interpret:  # its reads are not wgmma's
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared["scored"])
             pl.when(team == 0)(functools.partial(self.clean_keys, walk, shared, step))
-            s = self.hide(walk, b, block, ins, step, s)
+            s = self.hide(s, seen)
         numbers, acc, top, total = carry
-        p, keep, top, total = self.weights(s, top, total)
-        acc, p = acc * self.along(keep, self.half), p.astype(k.dtype)
+        p, acc, top, total = self.weights(s, acc, top, total, self.scale, k.dtype)
         if not self.interpret:  # exponentials are not to wait for what follows
             acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
         if masked:

@@ -124,7 +124,7 @@ def load(refs: Sequence[Any], source: Source, channels: int, base: Any, count: i
         row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, c(count)), row, c(0))
         found = []
         for ref in refs:
-            at = arith.addi(arith.addi(base.registers.item(), column), _of_row(source, row))
+            at = arith.addi(arith.addi(base.registers.item(), column), of_row(source, row))
             kind = ir.MemRefType(ref.type).element_type
             registers = np.empty((1,), dtype=object)
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], kind)
@@ -136,14 +136,14 @@ def load(refs: Sequence[Any], source: Source, channels: int, base: Any, count: i
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, jnp.asarray(base, jnp.int32))
 
 
-def _of_row(source: Source, row: Any) -> Any:
+def of_row(source: Source, row: Any) -> Any:
     """Where a row lies in its source."""
     c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
     outer = arith.muli(arith.divui(row, c(source.group)), c(source.outer))
     return arith.addi(outer, arith.muli(arith.remui(row, c(source.group)), c(source.inner)))
 
 
-def _place(row: Any, chunk: Any, across: int) -> Any:
+def place_of(row: Any, chunk: Any, across: int) -> Any:
     """Where a row's chunk of 16 bytes lies in a tile whose eights of rows are so many bytes apart, in bytes."""
     c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
     inner, tile, at = arith.remui(row, c(8)), arith.divui(chunk, c(8)), arith.remui(chunk, c(8))
@@ -177,7 +177,7 @@ def _put(
 
     def place(row: Any, lead: int) -> Any:
         """Where this thread's chunk of a row lies in a tile, in bytes."""
-        return _place(row, arith.addi(chunk, c(lead // _CHUNK)) if lead else chunk, across)
+        return place_of(row, arith.addi(chunk, c(lead // _CHUNK)) if lead else chunk, across)
 
     def store(value: Any, i: int, row: Any, live: Any) -> None:
         with utils.when(live if own is None else arith.andi(live, own)):
@@ -193,7 +193,7 @@ def _put(
             row = arith.addi(arith.muli(arith.divui(r, c(8)), c(16)), arith.remui(r, c(8)))
         live = arith.andi(less(r, c(count)), within(row, c(0), c(ROWS)))
         found += [[k, row, live, value] for k, value in enumerate(loaded)]
-        at = arith.addi(arith.addi(base, _of_row(source, arith.select(live, r, c(0)))), column)
+        at = arith.addi(arith.addi(base, of_row(source, arith.select(live, r, c(0)))), column)
         for k, ref in () if loaded else enumerate(refs):
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], value_type)
             found.append([k, row, live, llvm.load(four, pointer, alignment=16)])
@@ -222,7 +222,7 @@ def clear(tile: Any, first: int) -> None:
         zeros = arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, 0)))
         row, half = arith.divui(thread, c(2)), arith.remui(thread, c(2))  # a row is two threads'
         for chunk in range(first // _CHUNK, where.shape[1] * 64 // _CHUNK, 2):
-            place, byte = _place(row, arith.addi(half, c(chunk)), 2 * strides[0]), ir.IntegerType.get_signless(8)
+            place, byte = place_of(row, arith.addi(half, c(chunk)), 2 * strides[0]), ir.IntegerType.get_signless(8)
             llvm.store(zeros, utils.getelementptr(utils.memref_ptr(tile), [place], byte), alignment=16)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled()),))(run)(tile)

@@ -1,10 +1,12 @@
-"""What wide attention does to tiles thread by thread: values in shared memory that must not count, rows to memory.
+"""What wide attention does to tiles thread by thread: queries to shared memory, values there that must not count, rows
+to memory.
 
-Both are the counterparts of `mosaic_rows`' copies, for tiles that the copy engine brought and for results.
+The counterparts of `mosaic_rows`' copies, for whole tiles, for those that the copy engine brought and for results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,10 +16,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, tiled
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, of_row, place_of, tiled
 
 _THREADS, _CHUNK = 128, 8
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def _piece() -> Any:
+    """16 bytes."""
+    return ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+
+
+def _splat(word: int) -> Any:
+    of = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), word)
+    return arith.constant(_piece(), ir.DenseElementsAttr.get_splat(_piece(), of))
+
+
+def _at(x: Any, i: int) -> Any:
+    return vector.extract(x, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def prefetch(ref: Any, at: Any) -> None:
+    """Has what lies at a place in global memory, counted in values, brought to the second-level cache."""
+
+    def run(_: Any, ref: Any, at: Any) -> None:
+        kind, void = ir.MemRefType(ref.type).element_type, ir.Type.parse("!llvm.void")
+        pointer = utils.getelementptr(utils.memref_ptr(ref), [at.registers.item()], kind)
+        llvm.inline_asm(void, [pointer], "prefetch.global.L2 [$0];", "l", has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))(run)(ref, jnp.asarray(at, jnp.int32))
 
 
 def clean(tile: Any, keep: tuple[Any, Any]) -> None:
@@ -35,9 +62,7 @@ def clean(tile: Any, keep: tuple[Any, Any]) -> None:
 
 def _clean(tile: Any, low: Any, high: Any) -> None:
     i32 = ir.IntegerType.get_signless(32)
-    four = ir.VectorType.get((4,), i32)
     c = lambda value: arith.constant(i32, value)
-    splat = lambda x: arith.constant(four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, x)))
     where = ir.MemRefType(tile.type)
     tiles = where.shape[1]  # of 64 channels, 8 rows each
     exponent = 0x7F80 if isinstance(where.element_type, ir.BF16Type) else 0x7C00
@@ -47,14 +72,80 @@ def _clean(tile: Any, low: Any, high: Any) -> None:
         at = arith.addi(thread, c(i * _THREADS))  # of pieces of 16 bytes, as they lie
         row = arith.addi(arith.muli(arith.divui(at, c(64 * tiles)), c(8)), arith.remui(arith.divui(at, c(8)), c(8)))
         pointer = utils.getelementptr(begin, [arith.muli(at, c(16))], ir.IntegerType.get_signless(8))
-        found = llvm.load(four, pointer, alignment=16)
+        found = llvm.load(_piece(), pointer, alignment=16)
         for shift in (0, 16):
-            ones = splat(exponent << shift)
+            ones = _splat(exponent << shift)
             broken = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(found, ones), ones)
-            found = arith.select(broken, arith.andi(found, splat(0xFFFF if shift else -0x10000)), found)
+            found = arith.select(broken, arith.andi(found, _splat(0xFFFF if shift else -0x10000)), found)
         below = arith.cmpi(arith.CmpIPredicate.slt, row, low)
         outside = arith.ori(below, arith.cmpi(arith.CmpIPredicate.sge, row, high))
-        llvm.store(arith.select(outside, splat(0), found), pointer, alignment=16)
+        llvm.store(arith.select(outside, _splat(0), found), pointer, alignment=16)
+
+
+def fill(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any) -> None:
+    """A tile [64, C] in shared memory: row i is row first + i of a source, if that is below count, and else zeros.
+
+    All is asked for before any of it is stored. `commit_smem` must follow.
+
+    Args:
+      ref: in global memory, of the tile's dtype. base: of row 0, in values.
+    """
+
+    def run(_: Any, tile: Any, ref: Any, *scalars: Any) -> None:
+        base, first, count = (x.registers.item() for x in scalars)
+        to, zeros = utils.memref_ptr(tile), _splat(0)
+        pieces = list(_pieces(tile, ref, source, base, first, count))
+        found = [llvm.load(_piece(), pointer, alignment=16) for _, pointer, _ in pieces]
+        for (place, _, live), value in zip(pieces, found, strict=True):
+            pointer = utils.getelementptr(to, [place], ir.IntegerType.get_signless(8))
+            llvm.store(arith.select(live, value, zeros), pointer, alignment=16)
+
+    _with_tile(run, tile, ref, base, first, count)
+
+
+def drain(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any) -> None:
+    """What `fill` does, the other way: the rows below count to where they lie."""
+
+    def run(_: Any, tile: Any, ref: Any, *scalars: Any) -> None:
+        base, first, count = (x.registers.item() for x in scalars)
+        begin = utils.memref_ptr(tile)
+        pieces = list(_pieces(tile, ref, source, base, first, count))
+        places = [utils.getelementptr(begin, [place], ir.IntegerType.get_signless(8)) for place, _, _ in pieces]
+        found = [llvm.load(_piece(), place, alignment=16) for place in places]
+        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        # No branches, between which loads would wait for each other.
+        code = "{.reg .pred p; setp.ne.u32 p, $0, 0; @p st.global.v4.u32 [$1], {$2, $3, $4, $5};}"
+        for (_, pointer, live), value in zip(pieces, found, strict=True):
+            words = [_at(value, i) for i in range(4)]
+            llvm.inline_asm(void, [arith.extui(i32, live), pointer, *words], code, "r,l,r,r,r,r", has_side_effects=True)
+
+    _with_tile(run, tile, ref, base, first, count)
+
+
+def _with_tile(run: Any, tile: Any, ref: Any, *scalars: Any) -> None:
+    types = (plgpu.RefType(tiled()), plgpu.RefType(), *[_SCALAR] * len(scalars))
+    plgpu.inline_mgpu(arg_types=types)(run)(tile, ref, *(jnp.asarray(x, jnp.int32) for x in scalars))
+
+
+def _pieces(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """A thread's pieces of 16 bytes of a tile: where each lies there, in bytes, and in memory, and whether it is of a
+    row that there is; else it lies where row 0's does."""
+    i32 = ir.IntegerType.get_signless(32)
+    c = lambda value: arith.constant(i32, value)
+    where = ir.MemRefType(tile.type)
+    chunks, begin = where.shape[1] * 64 // _CHUNK, utils.memref_ptr(ref)
+    strides, _ = where.get_strides_and_offset()
+    # Read anew each time, lest what follows from it should lie in registers from one call to the next.
+    thread: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    thread = arith.remui(thread, c(_THREADS))
+    chunk, own = arith.remui(thread, c(chunks)), arith.divui(thread, c(chunks))
+    for i in range(0, ROWS, _THREADS // chunks):
+        row = arith.addi(own, c(i))
+        r = arith.addi(first, row)
+        live = arith.cmpi(arith.CmpIPredicate.slt, r, count)
+        at = arith.addi(base, of_row(source, arith.select(live, r, c(0))))
+        at = arith.addi(at, arith.muli(chunk, c(_CHUNK)))
+        yield place_of(row, chunk, 2 * strides[0]), utils.getelementptr(begin, [at], where.element_type), live
 
 
 def put(ref: Any, values: jax.Array, source: Source, base: Any, first: Any, count: Any) -> None:

@@ -42,7 +42,6 @@ _RING = 128 << 10
 MOST_FEW = 132
 _LOG2E = math.log2(math.e)
 _F32, _I32 = jnp.float32, jnp.int32
-_FAR = 1 << 30
 
 
 def refusal(args: TreeAttentionArgs) -> str | None:
@@ -105,21 +104,28 @@ class Kernel(Launch):
         head, b = rem(p, self.kv_heads), rem(div(p, self.kv_heads), self.batch)
         rest = div(p, self.kv_heads * self.batch)
         block, split = self.blocks - 1 - div(rest, self.splits), rem(rest, self.splits)
+        length = ins["length"][b]
         first, last = (ins["edges"][i, b, block] if self.window else jnp.int32(0) for i in range(2))
-        walk = Walk.of(self, ins["length"][b], first, last, block, split)
-        walk = dataclasses.replace(walk, begin=self.uniform(walk.begin), end=self.uniform(walk.end))
+
+        def walk() -> Walk:
+            found = Walk.of(self, length, first, last, block, split)
+            return dataclasses.replace(found, begin=self.uniform(found.begin), end=self.uniform(found.end))
 
         @pl.when(thread < self.teams)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[self.teams][0], action="increase")
             member = lax.axis_index("member") if self.members > 1 else 0
-            self.compute(walk, b, head, block * self.members + member, split, thread, ins, outs, shared)
+            tile = (block * self.members + member) * self.teams + thread
+            self.fill(shared["q"].at[thread], ins["q"], b, head, tile)
+            self.compute(walk(), b, head, tile, split, thread, ins, outs, shared)
 
         @pl.when(thread == self.teams)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[self.teams][1], action="decrease")
-            bring = functools.partial(self.bring, walk, b, head, ins, shared)
-            lax.fori_loop(walk.begin, walk.end, bring, (jnp.int32(0), *self.numbers(walk, walk.begin, b, ins)))
+            self.look_up(ins["table"], b)
+            steps = walk()
+            bring = functools.partial(self.bring, steps, b, head, ins, shared)
+            lax.fori_loop(steps.begin, steps.end, bring, (jnp.int32(0), *self.numbers(steps, steps.begin, b, ins)))
             for slot in range(self.stages):
                 plgpu.barrier_wait(shared["k_empty"].at[slot])
                 plgpu.barrier_wait(shared["v_empty"].at[slot])
@@ -184,16 +190,14 @@ class Kernel(Launch):
     # The warpgroups that compute.
 
     def compute(
-        self, walk: Walk, b: Any, head: Any, block: Any, split: Any, team: Any, ins: dict[str, Any],
+        self, walk: Walk, b: Any, head: Any, tile: Any, split: Any, team: Any, ins: dict[str, Any],
         outs: tuple[Any, ...], shared: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Attention of 64 rows to a program's keys."""
+        """Attention of 64 rows, whose queries have been filled in, to a program's keys."""
         for slot in range(self.stages):
             plgpu.barrier_arrive(shared["k_empty"].at[slot])
             plgpu.barrier_arrive(shared["v_empty"].at[slot])
-        tile = block * self.teams + team
         q = shared["q"].at[team]
-        self.fill(q, ins["q"], b, head, tile)
         plgpu.commit_smem()
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
         top, total = full((ROWS,), MASKED, ROW), full((ROWS,), 0.0, ROW)
@@ -201,7 +205,7 @@ class Kernel(Launch):
             # A sink is the first entry of the first stretch: a score, and no value.
             first = jnp.where(split == 0, 1.0, 0.0)
             sink = self.vector(ins["sinks"].at[head, tile])
-            top, total = sink * first + top * (1.0 - first), total + first
+            top, total = sink * first + top * (1.0 - first), total + self.begun(first)
         if self.turns:
             pl.when(team == 1)(lambda: self.take_turn(team, shared))
         step = functools.partial(self.step, walk, b, tile, team, ins, shared, q)
@@ -212,9 +216,10 @@ class Kernel(Launch):
         if self.turns:
             pl.when(team == 0)(lambda: self.pass_turn(team, shared))
         acc, top, total = sums
+        total = self.settle(total)
         if self.splits == 1:
             out = (acc * self.along(1.0 / total, self.head_dim)).astype(outs[0].dtype)
-            self.put(outs[0], out, b, head, tile)
+            self.drain(q, outs[0], out, b, head, tile)
         else:
             at = ((split * self.batch + b) * self.kv_heads + head) * self.tiles + tile
             self.spill(outs, (acc, top, total), at, tile)
@@ -226,6 +231,7 @@ class Kernel(Launch):
         """Adds a step's keys, which a slot of the ring has, to the sums; the next step's slot comes with them."""
         slot, acc, top, total = carry
         k, v = shared["k"].at[slot], shared["v"].at[slot]
+        seen = self.seen(walk, b, tile, ins, step) if masked else ()
         plgpu.barrier_wait(shared["k_full"].at[slot])
         s = self.scores(q, k, lambda: self.pass_turn(team, shared))
         self.done("k", slot, shared)
@@ -234,9 +240,8 @@ class Kernel(Launch):
             power = jnp.exp2(s * (2 * _LOG2E * self.factor / self.soft_cap))
             s = self.soft_cap - (2 * self.soft_cap) / (1.0 + power)
         if masked:
-            s = self.hide(walk, b, tile, ins, step, s)
-        p, keep, top, total = self.weights(s, top, total)
-        acc, p = acc * self.along(keep, self.head_dim), p.astype(v.dtype)
+            s = self.hide(s, seen)
+        p, acc, top, total = self.weights(s, acc, top, total, self.scale, v.dtype)
         if self.turns and not self.interpret:
             acc, top, total, p = lax.optimization_barrier((acc, top, total, p))
         plgpu.barrier_wait(shared["v_full"].at[slot])
@@ -251,36 +256,28 @@ class Kernel(Launch):
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared[f"{name}_empty"].at[slot])
 
-    def weights(self, s: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-        """Of scores: what values weigh, what earlier sums are multiplied by, and the new maxima and weights."""
-        scale = _LOG2E * (self.factor if self.soft_cap is None else 1.0)
-        new = jnp.maximum(top, jnp.max(s, axis=1) * scale)
-        keep = jnp.exp2(top - new)
-        p = jnp.exp2(s * scale - self.along(new, self.keys))
-        return p, keep, new, total * keep + jnp.sum(p, axis=1)
+    @property
+    def scale(self) -> float:
+        """What makes powers of two of scores."""
+        return _LOG2E * (self.factor if self.soft_cap is None else 1.0)
 
-    def hide(self, walk: Walk, b: Any, tile: Any, ins: dict[str, Any], step: Any, s: jax.Array) -> jax.Array:
-        """Scores, -inf where a row does not see a key."""
+    def seen(self, walk: Walk, b: Any, tile: Any, ins: dict[str, Any], step: Any) -> tuple[jax.Array, ...]:
+        """Which keys of a step a tile's rows see: a bit for each, 32 in a word, each uint32 [64]."""
         prefix, block = walk.place(step)
-        begin, one = block * self.keys, prefix.astype(_I32)
-        key = self.iota((ROWS, self.keys), 1, SUMS)
+        begin, one, words = block * self.keys, prefix.astype(_I32), self.keys // 32
         if self.causal:
             node = div(tile * ROWS + self.iota((ROWS,), 0, ROW), self.group)
-            last = node * (1 - one) + ((walk.length - 1) * one - begin)
-            seen = key <= self.along(last, self.keys)
+            end = node * (1 - one) + 1 + (walk.length - 1) * one - begin
+            found = [_below(end - 32 * w) for w in range(words)]
         else:
-            seen = key < (walk.length - begin) * one
-            for w in range(self.keys // 32):
-                word = self.vector(ins["words"].at[b, jnp.where(prefix, 0, block * (self.keys // 32) + w), tile])
-                word, at = self.along(word, self.keys), key - 32 * w + one * _FAR
-                inside = (at >= 0) & (at < 32)
-                bit = lax.shift_right_logical(word, jnp.where(inside, at, 0).astype(jnp.uint32)) & jnp.uint32(1)
-                seen = seen | (inside & (bit != 0))
+            own = self.bits(ins["words"], b, tile, jnp.where(prefix, 0, block * words), words)
+            end = (walk.length - begin) * one
+            found = [_below(end - 32 * w) | word * (1 - one).astype(jnp.uint32) for w, word in enumerate(own)]
         if self.window:
             # The new tokens that a window hides are the mask's business.
             low = self.vector(ins["lowest"].at[b, tile]) * one - begin
-            seen = seen & (key >= self.along(low, self.keys))
-        return jnp.where(seen, s, -jnp.inf)
+            found = [word & ~_below(low - 32 * w) for w, word in enumerate(found)]
+        return tuple(found)
 
     def merge(self, ins: tuple[Any, ...], out: Any) -> None:
         """The stretches' sums of a few channels of a tile as one result; those to come are read meanwhile."""
@@ -388,15 +385,18 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
     return mosaic_heads.narrowed(_attend(kernel, ins, interpret=interpret), kernel.channels)
 
 
+def _below(count: Any) -> Any:
+    """The first `count` bits of a word, none of a negative count and all from 32 on."""
+    ones = jnp.full_like(count, -1).astype(jnp.uint32)
+    return jnp.where(count > 0, lax.shift_right_logical(ones, jnp.clip(32 - count, 0, 31).astype(jnp.uint32)), 0)
+
+
 def words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
-    """Bit t % 32 of word t // 32 says whether a row sees tree entry t: uint32 [B, whole blocks' words, tiles, 64]."""
+    """Bit t % 32 of word t // 32 says whether a node sees tree entry t: uint32 [B, N, whole blocks' words]."""
     b, n, t = mask_BNT.shape
     words = -(-t // kernel.keys) * (kernel.keys // 32)
     bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
-    packed = (
-        (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None]).sum(axis=-1, dtype=jnp.uint32).transpose(0, 2, 1)
-    )
-    return _tiles(jnp.repeat(packed, kernel.group, axis=2), kernel)
+    return (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None]).sum(axis=-1, dtype=jnp.uint32)
 
 
 def whole_tiles(x_BTGC: jax.Array) -> jax.Array:

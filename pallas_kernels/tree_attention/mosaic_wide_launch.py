@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention import mosaic_rows, mosaic_sums, mosaic_tiles
+from pallas_kernels.tree_attention import mosaic_rows, mosaic_scores, mosaic_sums, mosaic_tiles
 from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, div, rem
 
 _F32, _I32 = jnp.float32, jnp.int32
@@ -187,16 +187,57 @@ class Launch:
         out = plgpu.WGMMAAccumulatorRef.init(acc)
         return pl.run_state(lambda out: plgpu.wgmma(out, p, v))(out)  # pyright: ignore[reportReturnType]
 
+    def look_up(self, table: Any, b: Any) -> None:
+        """Has a request's first pages looked up before its length is known, on which they do not depend."""
+        if not self.interpret:
+            mosaic_tiles.prefetch(table, b * table.shape[1])
+
     def fill(self, tile: Any, ref: Any, b: Any, head: Any, number: Any) -> None:
         """A tile's queries; zeros behind the last."""
         first = number * ROWS
         if not self.interpret:
-            base = self.base(b, head)
-            mosaic_rows.put([tile], [ref], self.queries, self.head_dim, base, -first, self.rows, keep=(0, 0))
+            mosaic_tiles.fill(tile, ref, self.queries, self.base(b, head), first, self.rows)
             return
         own = lax.dynamic_slice_in_dim(ref[b], head * self.group, self.group, axis=1).reshape(-1, self.head_dim)
         at = first + jnp.arange(ROWS)
         tile[...] = jnp.where((at < self.rows)[:, None], own[jnp.clip(at, 0, self.rows - 1)], 0)
+
+    def bits(self, ref: Any, b: Any, number: Any, first: Any, count: int) -> tuple[jax.Array, ...]:
+        """Words of [B, N, W] of a tile's rows, `count` from a multiple of it on, each [64]; rows behind the last may
+        have any."""
+        stride = ref.shape[2]
+        if not self.interpret:
+            base = b * (self.nodes * stride) + first
+            return mosaic_scores.bits(ref, base, number * ROWS, self.group, self.nodes - 1, stride, count)
+        node = jnp.minimum((number * ROWS + jnp.arange(ROWS)) // self.group, self.nodes - 1)
+        own = lax.dynamic_slice_in_dim(ref[b], first, count, axis=1)[node]
+        return tuple(own[:, i] for i in range(count))
+
+    def hide(self, s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+        """See mosaic_scores.hide."""
+        if not self.interpret:
+            return mosaic_scores.hide(s, words)
+        bits = jnp.stack(words, axis=1)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & jnp.uint32(1)
+        return jnp.where(bits.reshape(s.shape) != 0, s, -jnp.inf)
+
+    def weights(
+        self, s: jax.Array, acc: jax.Array, top: jax.Array, total: jax.Array, scale: float, dtype: Any
+    ) -> tuple[jax.Array, ...]:
+        """See mosaic_scores.weights; here a row has one thread."""
+        if not self.interpret:
+            return mosaic_scores.weights(s, acc, top, total, scale, dtype)
+        most = jnp.max(s, axis=1) * scale
+        new = jnp.where(most > top + mosaic_scores.SLACK, most, top)
+        p, keep = jnp.exp2(s * scale - self.along(new, s.shape[1])), jnp.exp2(top - new)
+        return p.astype(dtype), acc * self.along(keep, acc.shape[1]), new, total * keep + jnp.sum(p, axis=1)
+
+    def begun(self, total: jax.Array) -> jax.Array:
+        """Rows' weights [64] as of their threads, for `weights`."""
+        return total if self.interpret else total * (1.0 / mosaic_scores.SHARERS)
+
+    def settle(self, total: jax.Array) -> jax.Array:
+        """Threads' weights as of rows."""
+        return total if self.interpret else mosaic_scores.settle(total)
 
     def clean(self, tile: Any, keep: tuple[Any, Any]) -> None:
         """See mosaic_tiles.clean."""
@@ -220,6 +261,15 @@ class Launch:
             def _(i: int = i, row: Any = row) -> None:
                 at = b, div(row, self.group), head * self.group + rem(row, self.group)
                 ref.at[*at, pl.ds(part * PART, values.shape[1])][...] = values[i]
+
+    def drain(self, tile: Any, ref: Any, values: jax.Array, b: Any, head: Any, number: Any) -> None:
+        """Results, by way of a tile that nobody reads any more."""
+        if self.interpret:
+            self.put(ref, values, b, head, number)
+            return
+        tile[...] = values
+        plgpu.commit_smem()
+        mosaic_tiles.drain(tile, ref, self.queries, self.base(b, head), number * ROWS, self.rows)
 
     def fetch(self, refs: tuple[Any, ...], at: Any, number: Any, part: Any) -> tuple[jax.Array, ...]:
         """A tile's partial sums [64, PART] of channels from PART * part on, maxima and weights [64]."""

@@ -68,6 +68,38 @@ def test_agrees_with_the_definition_and_has_no_races(case: Case, blocks: Blocks,
     assert "RACE" not in capfd.readouterr().out
 
 
+def steep(case: Case, args: TreeAttentionArgs) -> TreeAttentionArgs:
+    """Keys that grow along the prefixes of even requests and shrink along others': maxima are passed often, or never
+    again; queries of every third node are so small that they pass none after the first."""
+    pages, q = np.asarray(args.pages.astype(jnp.float32)), np.asarray(args.q_BNHC.astype(jnp.float32)).copy()
+    pages = pages.copy()
+    for i, length in enumerate(np.asarray(args.length_B)):
+        at = np.arange(length)
+        ramp = 0.05 + 30.0 * (at if i % 2 == 0 else at[::-1]) / max(1, length)
+        pages[np.asarray(args.table_BM)[i, at // case.page], :, at % case.page, : case.head_dim] *= ramp[:, None, None]
+    q[:, ::3] *= 0.05
+    of = lambda x: jnp.asarray(x).astype(args.pages.dtype)
+    return dataclasses.replace(args, pages=of(pages), q_BNHC=of(q))
+
+
+@hopper.interpreted
+@pytest.mark.parametrize(("case", "blocks"), [SMALL[i] for i in (0, 3, 4)], ids=lambda x: getattr(x, "name", ""))
+def test_maxima_that_are_passed_and_those_that_are_not(case: Case, blocks: Blocks):
+    args = steep(case, case.draw(0))
+    got, want = np.asarray(run(args, blocks).astype(jnp.float32)), case.defined(args)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
+
+
+@hopper.interpreted
+def test_a_row_does_not_depend_on_the_maxima_of_its_neighbours():
+    case, blocks = SMALL[0]
+    args = steep(case, case.draw(0))
+    other = dataclasses.replace(args, q_BNHC=args.q_BNHC.at[:, 1::2].multiply(20))
+    found, again = (np.asarray(run(x, blocks).astype(jnp.float32)) for x in (args, other))
+    np.testing.assert_array_equal(found[:, ::2], again[:, ::2])
+    assert (found[:, 1::2] != again[:, 1::2]).any()
+
+
 @hopper.interpreted
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
