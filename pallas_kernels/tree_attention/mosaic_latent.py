@@ -270,5 +270,5 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
-        ins["words"] = mosaic_wide.words(args.tree_mask_BNT, kernel)
+        ins["mask"] = args.tree_mask_BNT
     return _attend(kernel, ins, interpret=interpret).reshape(b, n, h, args.value_channels)

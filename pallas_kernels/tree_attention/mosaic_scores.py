@@ -140,33 +140,56 @@ def settle(total: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(_ROW,), return_type=wanted)(run)(total)
 
 
-def bits(ref: Any, base: Any, first: Any, group: int, last: int, stride: int, count: int) -> tuple[jax.Array, ...]:
-    """The first `count` words of 64 rows' nodes, each uint32 [64].
+def bits(mask: Any, b: Any, tile: Any, group: int, begin: Any, count: int) -> tuple[jax.Array, ...]:
+    """Which entries a tile's rows see from `begin` on: 32 in a word, so many words, each uint32 [64].
 
     Args:
-      ref: uint32 in global memory; node i's words begin at base + i * stride, a multiple of `count`.
-      first: number of the first row, of `group` rows a node. last: the last node, which rows behind it are given.
+      mask: bool [B, N, T] in global memory, a byte a value; behind its last entries nothing is seen.
+      tile: rows from 64 * tile on, of `group` rows a node; rows behind the last may see anything.
+      count: 2 or 4. Each of a row's threads reads a word's entries, and gives it to the others.
     """
-    scalar = plgpu.Layout.WG_SPLAT(())
+    nodes, entries = mask.shape[1:]
+    width = next(width for width in (16, 4, 1) if entries % width == 0)
+    scalar, layout = plgpu.Layout.WG_SPLAT(()), _ROW.to_mgpu()
 
-    def run(_: Any, ref: Any, base: Any, first: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
+    def run(_: Any, mask: Any, *scalars: Any) -> Any:
+        b, tile, begin = (x.registers.item() for x in scalars)
+        i8, i32 = (ir.IntegerType.get_signless(n) for n in (8, 32))
         c = lambda value: arith.constant(i32, value)
         thread = arith.remui(utils.thread_idx(), c(THREADS))
-        row = arith.addi(arith.muli(arith.divui(thread, c(32)), c(16)), arith.divui(arith.remui(thread, c(32)), c(4)))
-        row, found = arith.addi(row, first.registers.item()), []
+        lane, base = arith.remui(thread, c(32)), utils.memref_ptr(mask)
+        row = arith.addi(arith.muli(arith.divui(thread, c(32)), c(16)), arith.divui(lane, c(SHARERS)))
+        row = arith.addi(row, arith.muli(tile, c(ROWS)))
+        own = arith.addi(begin, arith.muli(arith.remui(lane, c(count)), c(32)))
+        kind = i8 if width == 1 else ir.VectorType.get((width // 4,), i32)
+        found: list[Any] = []
         for half in range(2):
-            node = arith.minsi(arith.divui(arith.addi(row, c(8 * half)), c(group)), c(last))
-            at = arith.addi(base.registers.item(), arith.muli(node, c(stride)))
-            pointer = utils.getelementptr(utils.memref_ptr(ref), [at], i32)
-            found.append(llvm.load(ir.VectorType.get((count,), i32), pointer, alignment=4 * count))
-        layout = _ROW.to_mgpu()
-        words = [_vectors([_at(x, i) for x in found]).reshape(layout.registers_shape((ROWS,))) for i in range(count)]
-        return tuple(mgpu.FragmentedArray(_registers=word, _layout=layout, _is_signed=False) for word in words)
+            node = arith.minsi(arith.divui(arith.addi(row, c(8 * half)), c(group)), c(nodes - 1))
+            first = arith.muli(arith.addi(arith.muli(b, c(nodes)), node), c(entries))
+            for i in range(0, 32, width):
+                at = arith.addi(own, c(i))
+                live = arith.cmpi(arith.CmpIPredicate.slt, at, c(entries))
+                pointer = utils.getelementptr(base, [arith.addi(first, arith.select(live, at, c(0)))], i8)
+                found.append((half, i, live, llvm.load(kind, pointer, alignment=width)))
+        words = [c(0), c(0)]
+        for half, i, live, value in found:
+            if width == 1:
+                some = [arith.extui(i32, value)]
+            else:  # four bytes of 0 or 1 as the bits from 24 on
+                some = [arith.muli(_at(value, j), c(0x01020408)) for j in range(width // 4)]
+                some = [arith.andi(arith.shrui(x, c(24)), c(15)) for x in some]
+            for j, x in enumerate(some):
+                shifted = arith.shli(arith.select(live, x, c(0)), c(i + 4 * j))
+                words[half] = arith.ori(words[half], shifted)
+        leader = arith.subi(lane, arith.remui(lane, c(SHARERS)))
+        give = lambda word, i: nvvm.shfl_sync(c(-1), word, arith.addi(leader, c(i)), c(31), nvvm.ShflKind.idx)
+        given = [_vectors([give(word, i) for word in words]) for i in range(count)]
+        shaped = [x.reshape(layout.registers_shape((ROWS,))) for x in given]
+        return tuple(mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=False) for x in shaped)
 
     wanted = (plgpu.ShapeDtypeStruct((ROWS,), jnp.uint32, layout=_ROW),) * count
-    found = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=wanted)(run)
-    return tuple(found(ref, *(jnp.asarray(x, jnp.int32) for x in (base, first))))
+    found = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[scalar] * 3), return_type=wanted)(run)
+    return tuple(found(mask, *(jnp.asarray(x, jnp.int32) for x in (b, tile, begin))))
 
 
 def _float(value: float) -> Any:

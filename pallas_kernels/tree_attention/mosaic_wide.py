@@ -270,7 +270,7 @@ class Kernel(Launch):
             end = node * (1 - one) + 1 + (walk.length - 1) * one - begin
             found = [_below(end - 32 * w) for w in range(words)]
         else:
-            own = self.bits(ins["words"], b, tile, jnp.where(prefix, 0, block * words), words)
+            own = self.bits(ins["mask"], b, tile, jnp.where(prefix, 0, begin), words)
             end = (walk.length - begin) * one
             found = [_below(end - 32 * w) | word * (1 - one).astype(jnp.uint32) for w, word in enumerate(own)]
         if self.window:
@@ -372,7 +372,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         "table": args.placed().table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
-        ins["words"] = words(args.tree_mask_BNT, kernel)
+        ins["mask"] = args.tree_mask_BNT
     if args.sinks_H is not None:
         sinks = (args.sinks_H.astype(_F32) * _LOG2E).reshape(kernel.kv_heads, 1, kernel.group)
         sinks = jnp.broadcast_to(sinks, (kernel.kv_heads, kernel.nodes, kernel.group))
@@ -389,14 +389,6 @@ def _below(count: Any) -> Any:
     """The first `count` bits of a word, none of a negative count and all from 32 on."""
     ones = jnp.full_like(count, -1).astype(jnp.uint32)
     return jnp.where(count > 0, lax.shift_right_logical(ones, jnp.clip(32 - count, 0, 31).astype(jnp.uint32)), 0)
-
-
-def words(mask_BNT: jax.Array, kernel: Kernel) -> jax.Array:
-    """Bit t % 32 of word t // 32 says whether a node sees tree entry t: uint32 [B, N, whole blocks' words]."""
-    b, n, t = mask_BNT.shape
-    words = -(-t // kernel.keys) * (kernel.keys // 32)
-    bits = jnp.pad(mask_BNT, ((0, 0), (0, 0), (0, 32 * words - t))).reshape(b, n, words, 32).astype(jnp.uint32)
-    return (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None]).sum(axis=-1, dtype=jnp.uint32)
 
 
 def whole_tiles(x_BTGC: jax.Array) -> jax.Array:

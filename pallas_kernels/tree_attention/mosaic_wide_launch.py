@@ -202,16 +202,16 @@ class Launch:
         at = first + jnp.arange(ROWS)
         tile[...] = jnp.where((at < self.rows)[:, None], own[jnp.clip(at, 0, self.rows - 1)], 0)
 
-    def bits(self, ref: Any, b: Any, number: Any, first: Any, count: int) -> tuple[jax.Array, ...]:
-        """Words of [B, N, W] of a tile's rows, `count` from a multiple of it on, each [64]; rows behind the last may
-        have any."""
-        stride = ref.shape[2]
+    def bits(self, mask: Any, b: Any, tile: Any, begin: Any, count: int) -> tuple[jax.Array, ...]:
+        """See mosaic_scores.bits."""
         if not self.interpret:
-            base = b * (self.nodes * stride) + first
-            return mosaic_scores.bits(ref, base, number * ROWS, self.group, self.nodes - 1, stride, count)
-        node = jnp.minimum((number * ROWS + jnp.arange(ROWS)) // self.group, self.nodes - 1)
-        own = lax.dynamic_slice_in_dim(ref[b], first, count, axis=1)[node]
-        return tuple(own[:, i] for i in range(count))
+            return mosaic_scores.bits(mask, b, tile, self.group, begin, count)
+        node = jnp.minimum((tile * ROWS + jnp.arange(ROWS)) // self.group, self.nodes - 1)
+        entry = begin + jnp.arange(32 * count)
+        seen = mask[b][node][:, jnp.minimum(entry, self.entries - 1)] & (entry < self.entries)[None]
+        of_words = seen.astype(jnp.uint32).reshape(ROWS, count, 32) << jnp.arange(32, dtype=jnp.uint32)[None, None]
+        words = of_words.sum(axis=2, dtype=jnp.uint32)
+        return tuple(words[:, i] for i in range(count))
 
     def hide(self, s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
         """See mosaic_scores.hide."""
