@@ -152,6 +152,8 @@ def _check(args: TreeAttentionArgs) -> None:
         raise ValueError(f"without a mask there must be as many tree entries as queries, got {k.shape[1]} and {n}")
     if mask is not None and mask.shape not in ((b, n, k.shape[1]), (1, n, k.shape[1])):
         raise ValueError(f"tree_mask must have shape {(b, n, k.shape[1])} or {(1, n, k.shape[1])}, got {mask.shape}")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(f"tree_mask must be bool, got {mask.dtype}")
     width = 2 * c if args.value_channels is None else c
     if pages.shape[3] not in (width, round_up(width, 128)):
         raise ValueError(f"pages must be {width} or {round_up(width, 128)} wide for heads of {c}, got {pages.shape[3]}")

@@ -185,8 +185,8 @@ class Kernel(mosaic_wide.Kernel):
         """Adds a step's keys, and asks for those that its slot has next, whose pages are known."""
         slot = rem(step - walk.begin, self.stages)
         k = shared["k"].at[slot]
-        plgpu.barrier_wait(shared["k_full"].at[slot])
         seen = self.seen(walk, b, block, ins, step) if masked else ()
+        plgpu.barrier_wait(shared["k_full"].at[slot])
         s = self.scores(shared["q"], k, lambda: None)
         if masked:
             if self.interpret:  # its reads are not wgmma's
@@ -270,5 +270,5 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
-        ins["mask"] = args.tree_mask_BNT
+        ins["mask"] = mosaic_wide.whole_words(args.tree_mask_BNT)
     return _attend(kernel, ins, interpret=interpret).reshape(b, n, h, args.value_channels)

@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 #: Rows of a tile: wgmma's first operand, and the keys of a block.
 ROWS = 64
@@ -78,7 +78,7 @@ def tiled() -> tuple[Any, ...]:
 
 def put(
     tiles: Sequence[Any], refs: Sequence[Any], source: Source, channels: int, base: Any, first: Any, count: int, *,
-    leads: Sequence[int] | None = None, keep: tuple[Any, Any] | None = None, finite: bool = False,
+    leads: Sequence[int], keep: tuple[Any, Any] | None = None, finite: bool = False,
     spread: bool = False, loaded: Sequence[jax.Array] | None = None,
 ) -> None:  # fmt: skip
     """Rows of sources into tiles [64, C] in shared memory, each into its own. `commit_smem` must follow.
@@ -86,7 +86,7 @@ def put(
     Row r of [0, count) becomes row first + r of the tile, where that is one. Columns of a tile beside a row's are left.
 
     Args:
-      channels: of a row, a multiple of 8. leads: the columns of tiles where rows begin, such multiples too; or 0.
+      channels: of a row, a multiple of 8. leads: the columns of tiles where rows begin, such multiples too.
       keep: other rows of the last tile become zeros outside of it.
       finite: zeros for values of the last source that are not.
       spread: row r becomes row `spread_row(r)`.
@@ -98,7 +98,7 @@ def put(
     def run(_: Any, *args: Any) -> None:
         scalars = (x.registers.item() for x in args[2 * many : 2 * many + 4])
         values = [x.registers.item() for x in args[2 * many + 4 :]]
-        shape = source, channels, leads or (0,) * many, count
+        shape = source, channels, leads, count
         _put(args[:many], args[many : 2 * many], values, *shape, spread, keep is not None, finite, *scalars)
 
     args = [jnp.asarray(x, jnp.int32) for x in (base, first, *(keep or (0, 0)))]
@@ -124,7 +124,7 @@ def load(refs: Sequence[Any], source: Source, channels: int, base: Any, count: i
         row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, c(count)), row, c(0))
         found = []
         for ref in refs:
-            at = arith.addi(arith.addi(base.registers.item(), column), of_row(source, row))
+            at = arith.addi(arith.addi(base.registers.item(), column), offset_of(source, row))
             kind = ir.MemRefType(ref.type).element_type
             registers = np.empty((1,), dtype=object)
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], kind)
@@ -136,7 +136,7 @@ def load(refs: Sequence[Any], source: Source, channels: int, base: Any, count: i
     return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(run)(*refs, jnp.asarray(base, jnp.int32))
 
 
-def of_row(source: Source, row: Any) -> Any:
+def offset_of(source: Source, row: Any) -> Any:
     """Where a row lies in its source."""
     c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
     outer = arith.muli(arith.divui(row, c(source.group)), c(source.outer))
@@ -193,7 +193,7 @@ def _put(
             row = arith.addi(arith.muli(arith.divui(r, c(8)), c(16)), arith.remui(r, c(8)))
         live = arith.andi(less(r, c(count)), within(row, c(0), c(ROWS)))
         found += [[k, row, live, value] for k, value in enumerate(loaded)]
-        at = arith.addi(arith.addi(base, of_row(source, arith.select(live, r, c(0)))), column)
+        at = arith.addi(arith.addi(base, offset_of(source, arith.select(live, r, c(0)))), column)
         for k, ref in () if loaded else enumerate(refs):
             pointer = utils.getelementptr(utils.memref_ptr(ref), [at], value_type)
             found.append([k, row, live, llvm.load(four, pointer, alignment=16)])
@@ -250,6 +250,11 @@ def first_rows(x: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=halves.reshape(found.shape), _layout=x.layout, _is_signed=None)
 
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=wanted)(run)(x)
+
+
+def part(x: Any, i: int) -> Any:
+    """One of a vector's values."""
+    return vector.extract(x, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
 
 
 def zero() -> Any:

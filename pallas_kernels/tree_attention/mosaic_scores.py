@@ -3,7 +3,8 @@
 A thread holds a pair in every eight columns of two rows, and shares each row with three others. Sums are scaled by a
 maximum that scores may pass by some powers of two before it follows them, as FlashAttention-4 does it (Zadouri et al.,
 2026): it seldom has to, so that exponentials wait neither for the row's other threads nor for sums to be scaled anew.
-The threads of a row have sums of their own until the last.
+Until `settle` each of a row's four threads holds its own part of the weights' sum, which only operations element by
+element may touch.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, THREADS
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, THREADS, part
 
 #: Powers of two by which a row's scores may pass the maximum that its sums are scaled by.
 SLACK = 8.0
 #: Threads that share a row.
 SHARERS = 4
 #: Pairs of columns whose exponentials a thread takes by the old maximum while it looks for a new one.
-_AHEAD = 3
+_EARLY = 3
 _SUMS = plgpu.Layout.WGMMA
 _ROW = _SUMS.reduce(1)
 
@@ -49,7 +50,7 @@ def hide(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
             for j in range(len(flat)):
                 values = []
                 for i, value in enumerate(_parts(flat[j, half])):
-                    bit = arith.andi(own[j // 4], c(np.array(1 << (j % 4 * 8 + i), np.uint32).view(np.int32).item()))
+                    bit = arith.andi(own[j // 4], c(1 << (j % 4 * 8 + i)))
                     values.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, bit, c(0)), value, hidden))
                 found[j, half] = _pair(*values)
         return _like(found, s)
@@ -70,15 +71,15 @@ def weights(
       scale: of scores, as powers of two.
 
     Returns:
-      Weights [64, columns] in `dtype`, at most 2 ** SLACK, and the new acc, top and total. A row's depend on its own
-      scores alone.
+      Weights [64, columns] in `dtype`, at most some 2 ** SLACK, and the new acc, top and total. A row's depend on its
+      own scores alone.
     """
 
     def run(_: Any, s: Any, acc: Any, top: Any, total: Any) -> Any:
         values, tops, totals = _halves(s), _values(top), _values(total)
         f32, kind = ir.F32Type.get(), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), kind)
-        columns, of_acc, ahead = len(values[0]), list(acc.registers.flat), min(_AHEAD, len(values[0]))
+        columns, of_acc, ahead = len(values[0]), list(acc.registers.flat), _EARLY
 
         def power(half: int, j: int, top: Any) -> list[Any]:
             return [_power(value, scale, top) for value in values[half][j]]
@@ -98,7 +99,7 @@ def weights(
             [*[f32] * 4, *(x.type for x in of_acc), *[pair] * (2 * ahead), *[f32] * 2], has_else=True,
         )  # fmt: skip
         with ir.InsertionPoint(passed.then_block):
-            most = [_of_row(x, arith.maximumf) for x in high]
+            most = [_across(x, arith.maximumf) for x in high]
             new = [arith.select(above(most[half], half), most[half], tops[half]) for half in range(2)]
             keep = [_exp2(arith.subf(tops[half], new[half])) for half in range(2)]
             held = [[arith.mulf(x, keep[i % 2]) for x in _parts(of)] for i, of in enumerate(of_acc)]
@@ -134,7 +135,7 @@ def settle(total: jax.Array) -> jax.Array:
     """The weights [64] of rows, from those of their threads."""
 
     def run(_: Any, total: Any) -> Any:
-        return _rows([_of_row(x, arith.addf) for x in _values(total)], total)
+        return _rows([_across(x, arith.addf) for x in _values(total)], total)
 
     wanted = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_ROW)
     return plgpu.inline_mgpu(arg_types=(_ROW,), return_type=wanted)(run)(total)
@@ -144,12 +145,13 @@ def bits(mask: Any, b: Any, tile: Any, group: int, begin: Any, count: int) -> tu
     """Which entries a tile's rows see from `begin` on: 32 in a word, so many words, each uint32 [64].
 
     Args:
-      mask: bool [B, N, T] in global memory, a byte a value; behind its last entries nothing is seen.
+      mask: bool [B, N, T] in global memory, a byte a value, T a multiple of 4; behind its entries nothing is seen.
       tile: rows from 64 * tile on, of `group` rows a node; rows behind the last may see anything.
       count: 2 or 4. Each of a row's threads reads a word's entries, and gives it to the others.
     """
     nodes, entries = mask.shape[1:]
-    width = next(width for width in (16, 4, 1) if entries % width == 0)
+    width = 4 if entries % 16 else 16
+    assert count in (2, 4) and entries % width == 0, (count, entries)
     scalar, layout = plgpu.Layout.WG_SPLAT(()), _ROW.to_mgpu()
 
     def run(_: Any, mask: Any, *scalars: Any) -> Any:
@@ -161,7 +163,7 @@ def bits(mask: Any, b: Any, tile: Any, group: int, begin: Any, count: int) -> tu
         row = arith.addi(arith.muli(arith.divui(thread, c(32)), c(16)), arith.divui(lane, c(SHARERS)))
         row = arith.addi(row, arith.muli(tile, c(ROWS)))
         own = arith.addi(begin, arith.muli(arith.remui(lane, c(count)), c(32)))
-        kind = i8 if width == 1 else ir.VectorType.get((width // 4,), i32)
+        kind = ir.VectorType.get((width // 4,), i32)
         found: list[Any] = []
         for half in range(2):
             node = arith.minsi(arith.divui(arith.addi(row, c(8 * half)), c(group)), c(nodes - 1))
@@ -173,14 +175,10 @@ def bits(mask: Any, b: Any, tile: Any, group: int, begin: Any, count: int) -> tu
                 found.append((half, i, live, llvm.load(kind, pointer, alignment=width)))
         words = [c(0), c(0)]
         for half, i, live, value in found:
-            if width == 1:
-                some = [arith.extui(i32, value)]
-            else:  # four bytes of 0 or 1 as the bits from 24 on
-                some = [arith.muli(_at(value, j), c(0x01020408)) for j in range(width // 4)]
-                some = [arith.andi(arith.shrui(x, c(24)), c(15)) for x in some]
-            for j, x in enumerate(some):
-                shifted = arith.shli(arith.select(live, x, c(0)), c(i + 4 * j))
-                words[half] = arith.ori(words[half], shifted)
+            for j in range(width // 4):
+                four = arith.muli(part(value, j), c(0x01020408))  # bytes of 0 or 1 as the bits from 24 on
+                four = arith.select(live, arith.andi(arith.shrui(four, c(24)), c(15)), c(0))
+                words[half] = arith.ori(words[half], arith.shli(four, c(i + 4 * j)))
         leader = arith.subi(lane, arith.remui(lane, c(SHARERS)))
         give = lambda word, i: nvvm.shfl_sync(c(-1), word, arith.addi(leader, c(i)), c(31), nvvm.ShflKind.idx)
         given = [_vectors([give(word, i) for word in words]) for i in range(count)]
@@ -196,12 +194,8 @@ def _float(value: float) -> Any:
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
-def _at(x: Any, i: int) -> Any:
-    return vector.extract(x, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-
-
 def _parts(pair: Any) -> list[Any]:
-    return [_at(pair, i) for i in range(2)]
+    return [part(pair, i) for i in range(2)]
 
 
 def _pair(a: Any, b: Any) -> Any:
@@ -225,7 +219,7 @@ def _halves(s: Any) -> list[list[list[Any]]]:
 
 def _values(x: Any) -> list[Any]:
     """Of a thread's two rows."""
-    return [_at(register, 0) for register in x.registers.flat]
+    return [part(register, 0) for register in x.registers.flat]
 
 
 def _vectors(values: Sequence[Any]) -> Any:
@@ -253,7 +247,7 @@ def _chains(values: Sequence[Any], op: Op, count: int) -> Any:
     return chains[0]
 
 
-def _of_row(x: Any, op: Op) -> Any:
+def _across(x: Any, op: Op) -> Any:
     """What the threads of a row have, as one."""
     c = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
     for other in (1, 2):

@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.tree_attention.mosaic_rows import ROWS, Source, of_row, place_of, tiled
+from pallas_kernels.tree_attention.mosaic_rows import ROWS, THREADS, Source, offset_of, part, place_of, tiled
 
-_THREADS, _CHUNK = 128, 8
+_CHUNK = 8
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -30,10 +30,6 @@ def _piece() -> Any:
 def _splat(word: int) -> Any:
     of = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), word)
     return arith.constant(_piece(), ir.DenseElementsAttr.get_splat(_piece(), of))
-
-
-def _at(x: Any, i: int) -> Any:
-    return vector.extract(x, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
 
 
 def prefetch(ref: Any, at: Any) -> None:
@@ -66,10 +62,10 @@ def _clean(tile: Any, low: Any, high: Any) -> None:
     where = ir.MemRefType(tile.type)
     tiles = where.shape[1]  # of 64 channels, 8 rows each
     exponent = 0x7F80 if isinstance(where.element_type, ir.BF16Type) else 0x7C00
-    thread = arith.remui(utils.thread_idx(), c(_THREADS))
+    thread = arith.remui(utils.thread_idx(), c(THREADS))
     begin = utils.memref_ptr(tile)
-    for i in range(ROWS * tiles * 64 // (_THREADS * _CHUNK)):
-        at = arith.addi(thread, c(i * _THREADS))  # of pieces of 16 bytes, as they lie
+    for i in range(ROWS * tiles * 64 // (THREADS * _CHUNK)):
+        at = arith.addi(thread, c(i * THREADS))  # of pieces of 16 bytes, as they lie
         row = arith.addi(arith.muli(arith.divui(at, c(64 * tiles)), c(8)), arith.remui(arith.divui(at, c(8)), c(8)))
         pointer = utils.getelementptr(begin, [arith.muli(at, c(16))], ir.IntegerType.get_signless(8))
         found = llvm.load(_piece(), pointer, alignment=16)
@@ -116,7 +112,7 @@ def drain(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any
         # No branches, between which loads would wait for each other.
         code = "{.reg .pred p; setp.ne.u32 p, $0, 0; @p st.global.v4.u32 [$1], {$2, $3, $4, $5};}"
         for (_, pointer, live), value in zip(pieces, found, strict=True):
-            words = [_at(value, i) for i in range(4)]
+            words = [part(value, i) for i in range(4)]
             llvm.inline_asm(void, [arith.extui(i32, live), pointer, *words], code, "r,l,r,r,r,r", has_side_effects=True)
 
     _with_tile(run, tile, ref, base, first, count)
@@ -128,8 +124,8 @@ def _with_tile(run: Any, tile: Any, ref: Any, *scalars: Any) -> None:
 
 
 def _pieces(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """A thread's pieces of 16 bytes of a tile: where each lies there, in bytes, and in memory, and whether it is of a
-    row that there is; else it lies where row 0's does."""
+    """A thread's pieces of 16 bytes of a tile: the place of each in the tile, in bytes, and in memory, and whether its
+    row exists. Of a row that does not, the place in memory is row 0's."""
     i32 = ir.IntegerType.get_signless(32)
     c = lambda value: arith.constant(i32, value)
     where = ir.MemRefType(tile.type)
@@ -137,13 +133,13 @@ def _pieces(tile: Any, ref: Any, source: Source, base: Any, first: Any, count: A
     strides, _ = where.get_strides_and_offset()
     # Read anew each time, lest what follows from it should lie in registers from one call to the next.
     thread: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-    thread = arith.remui(thread, c(_THREADS))
+    thread = arith.remui(thread, c(THREADS))
     chunk, own = arith.remui(thread, c(chunks)), arith.divui(thread, c(chunks))
-    for i in range(0, ROWS, _THREADS // chunks):
+    for i in range(0, ROWS, THREADS // chunks):
         row = arith.addi(own, c(i))
         r = arith.addi(first, row)
         live = arith.cmpi(arith.CmpIPredicate.slt, r, count)
-        at = arith.addi(base, of_row(source, arith.select(live, r, c(0))))
+        at = arith.addi(base, offset_of(source, arith.select(live, r, c(0))))
         at = arith.addi(at, arith.muli(chunk, c(_CHUNK)))
         yield place_of(row, chunk, 2 * strides[0]), utils.getelementptr(begin, [at], where.element_type), live
 
@@ -161,7 +157,7 @@ def put(ref: Any, values: jax.Array, source: Source, base: Any, first: Any, coun
         base, first, count = (x.registers.item() for x in scalars)
         i32 = ir.IntegerType.get_signless(32)
         c = lambda value: arith.constant(i32, value)
-        thread = arith.remui(utils.thread_idx(), c(_THREADS))
+        thread = arith.remui(utils.thread_idx(), c(THREADS))
         warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
         column = arith.muli(arith.remui(lane, c(4)), c(2))
         flat = values.registers.reshape(-1, 2)
@@ -171,11 +167,7 @@ def put(ref: Any, values: jax.Array, source: Source, base: Any, first: Any, coun
             row = arith.addi(arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), c(8 * half))
             r = arith.addi(first, row)
             with utils.when(arith.cmpi(arith.CmpIPredicate.slt, r, count)):
-                at = arith.addi(
-                    arith.muli(arith.divui(r, c(source.group)), c(source.outer)),
-                    arith.muli(arith.remui(r, c(source.group)), c(source.inner)),
-                )
-                at = arith.addi(arith.addi(base, at), column)
+                at = arith.addi(arith.addi(base, offset_of(source, r)), column)
                 for j, pair in enumerate(flat[:, half]):
                     word = vector.bitcast(ir.VectorType.get((1,), i32), pair)
                     pointer = utils.getelementptr(to, [arith.addi(at, c(8 * j))], kind)
@@ -190,7 +182,7 @@ def barrier(what: str, number: Any) -> None:
 
     def run(_: Any, number: Any) -> None:
         at = arith.addi(number.registers.item(), arith.constant(ir.IntegerType.get_signless(32), 8))
-        code, void = f"bar.{what} $0, {2 * _THREADS};", ir.Type.parse("!llvm.void")
+        code, void = f"bar.{what} $0, {2 * THREADS};", ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, [at], code, "r", has_side_effects=True)
 
     plgpu.inline_mgpu(arg_types=(_SCALAR,))(run)(jnp.asarray(number, jnp.int32))

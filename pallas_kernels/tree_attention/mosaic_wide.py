@@ -80,7 +80,7 @@ class Blocks:
     """Sizes of a launch.
 
     Attributes:
-      keys: of a step, a multiple of 64; None: as many as registers hold.
+      keys: of a step, 64 or 128; None: as many as registers hold.
       teams: computing warpgroups of a program, 64 query rows each; None: two, but one for 64 rows or fewer.
       stages: blocks of a ring; None: what fits, but no more than pay where two warpgroups compute.
       splits: stretches of the keys; None: by the programs.
@@ -116,13 +116,16 @@ class Kernel(Launch):
             plgpu.set_max_registers(_REGISTERS[self.teams][0], action="increase")
             member = lax.axis_index("member") if self.members > 1 else 0
             tile = (block * self.members + member) * self.teams + thread
+            for slot in range(self.stages):
+                plgpu.barrier_arrive(shared["k_empty"].at[slot])
+                plgpu.barrier_arrive(shared["v_empty"].at[slot])
             self.fill(shared["q"].at[thread], ins["q"], b, head, tile)
             self.compute(walk(), b, head, tile, split, thread, ins, outs, shared)
 
         @pl.when(thread == self.teams)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[self.teams][1], action="decrease")
-            self.look_up(ins["table"], b)
+            self.prefetch(ins["table"], b)
             steps = walk()
             bring = functools.partial(self.bring, steps, b, head, ins, shared)
             lax.fori_loop(steps.begin, steps.end, bring, (jnp.int32(0), *self.numbers(steps, steps.begin, b, ins)))
@@ -194,9 +197,6 @@ class Kernel(Launch):
         outs: tuple[Any, ...], shared: dict[str, Any],
     ) -> None:  # fmt: skip
         """Attention of 64 rows, whose queries have been filled in, to a program's keys."""
-        for slot in range(self.stages):
-            plgpu.barrier_arrive(shared["k_empty"].at[slot])
-            plgpu.barrier_arrive(shared["v_empty"].at[slot])
         q = shared["q"].at[team]
         plgpu.commit_smem()
         full = lambda shape, value, layout: self.cast(jnp.full(shape, value, _F32), layout)
@@ -266,7 +266,7 @@ class Kernel(Launch):
         prefix, block = walk.place(step)
         begin, one, words = block * self.keys, prefix.astype(_I32), self.keys // 32
         if self.causal:
-            node = div(tile * ROWS + self.iota((ROWS,), 0, ROW), self.group)
+            node = div(tile * ROWS + self.row_numbers(), self.group)
             end = node * (1 - one) + 1 + (walk.length - 1) * one - begin
             found = [_below(end - 32 * w) for w in range(words)]
         else:
@@ -341,6 +341,8 @@ def kernel_of(args: TreeAttentionArgs, blocks: Blocks | None = None, *, interpre
     (b, n, h, channels), (t, g) = args.q_BNHC.shape, args.tree_k_BTGC.shape[1:3]
     c = mosaic_heads.whole(channels)
     page, keys = args.pages.shape[2], blocks.keys or (64 if c > 128 else 128)
+    if keys not in (64, 128):
+        raise ValueError(f"keys of a step must be 64 or 128, got {keys}")
     teams = blocks.teams or (1 if n * (h // g) <= ROWS else 2)
     each = -(-n * (h // g) // (ROWS * teams))
     members = blocks.members or (1 if each % 2 else 2)
@@ -372,7 +374,7 @@ def tree_attention(args: TreeAttentionArgs, *, blocks: Blocks | None = None, int
         "table": args.placed().table_BM, "length": args.length_B,
     }  # fmt: skip
     if args.tree_mask_BNT is not None:
-        ins["mask"] = args.tree_mask_BNT
+        ins["mask"] = whole_words(args.tree_mask_BNT)
     if args.sinks_H is not None:
         sinks = (args.sinks_H.astype(_F32) * _LOG2E).reshape(kernel.kv_heads, 1, kernel.group)
         sinks = jnp.broadcast_to(sinks, (kernel.kv_heads, kernel.nodes, kernel.group))
@@ -389,6 +391,11 @@ def _below(count: Any) -> Any:
     """The first `count` bits of a word, none of a negative count and all from 32 on."""
     ones = jnp.full_like(count, -1).astype(jnp.uint32)
     return jnp.where(count > 0, lax.shift_right_logical(ones, jnp.clip(32 - count, 0, 31).astype(jnp.uint32)), 0)
+
+
+def whole_words(mask_BNT: jax.Array) -> jax.Array:
+    """A mask whose entries are whole words of 4 bytes; nobody sees those that come to it."""
+    return jnp.pad(mask_BNT.astype(jnp.bool_), ((0, 0), (0, 0), (0, -mask_BNT.shape[2] % 4)))
 
 
 def whole_tiles(x_BTGC: jax.Array) -> jax.Array:

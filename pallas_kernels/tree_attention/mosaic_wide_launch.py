@@ -148,10 +148,11 @@ class Launch:
         """The ring's slot after this one; by a division compilers would lose track of what is uniform."""
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
-    def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    def row_numbers(self) -> jax.Array:
+        """0 to 63, a value for each row of a tile."""
         if self.interpret:
-            return lax.broadcasted_iota(_I32, shape, axis)
-        return plgpu.broadcasted_iota(_I32, shape, axis, layout=layout)
+            return lax.broadcasted_iota(_I32, (ROWS,), 0)
+        return plgpu.broadcasted_iota(_I32, (ROWS,), 0, layout=ROW)
 
     def cast(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)
@@ -187,8 +188,8 @@ class Launch:
         out = plgpu.WGMMAAccumulatorRef.init(acc)
         return pl.run_state(lambda out: plgpu.wgmma(out, p, v))(out)  # pyright: ignore[reportReturnType]
 
-    def look_up(self, table: Any, b: Any) -> None:
-        """Has a request's first pages looked up before its length is known, on which they do not depend."""
+    def prefetch(self, table: Any, b: Any) -> None:
+        """Has the numbers of a request's first pages brought nearer while its length is read."""
         if not self.interpret:
             mosaic_tiles.prefetch(table, b * table.shape[1])
 
@@ -223,7 +224,7 @@ class Launch:
     def weights(
         self, s: jax.Array, acc: jax.Array, top: jax.Array, total: jax.Array, scale: float, dtype: Any
     ) -> tuple[jax.Array, ...]:
-        """See mosaic_scores.weights; here a row has one thread."""
+        """See mosaic_scores.weights; here a row has one thread, and `total` is the row's."""
         if not self.interpret:
             return mosaic_scores.weights(s, acc, top, total, scale, dtype)
         most = jnp.max(s, axis=1) * scale

@@ -53,6 +53,9 @@ SMALL = (
 )
 
 
+BY_NAME = {case.name: (case, blocks) for case, blocks in SMALL}
+
+
 def run(args: TreeAttentionArgs, blocks: Blocks) -> jax.Array:
     params = None
     if jax.default_backend() != "gpu":
@@ -84,8 +87,15 @@ def steep(case: Case, args: TreeAttentionArgs) -> TreeAttentionArgs:
 
 
 @hopper.interpreted
-@pytest.mark.parametrize(("case", "blocks"), [SMALL[i] for i in (0, 4, 5)], ids=lambda x: getattr(x, "name", ""))
-def test_maxima_that_are_passed_and_those_that_are_not(case: Case, blocks: Blocks):
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("causal", dict(dtype="float16")), ("group7", {}), ("window-sinks", dict(window=260))],
+    ids=["float16", "group7", "window-sinks"],
+)
+def test_maxima_that_are_passed_and_those_that_are_not(name: str, change: dict[str, Any]):
+    """In float16 weights far above 1 would be infinite."""
+    case, blocks = BY_NAME[name]
+    case = dataclasses.replace(case, **change)
     args = steep(case, case.draw(0))
     got, want = np.asarray(run(args, blocks).astype(jnp.float32)), case.defined(args)
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
@@ -93,7 +103,7 @@ def test_maxima_that_are_passed_and_those_that_are_not(case: Case, blocks: Block
 
 @hopper.interpreted
 def test_a_row_does_not_depend_on_the_maxima_of_its_neighbours():
-    case, blocks = SMALL[0]
+    case, blocks = BY_NAME["causal"]
     args = steep(case, case.draw(0))
     other = dataclasses.replace(args, q_BNHC=args.q_BNHC.at[:, 1::2].multiply(20))
     found, again = (np.asarray(run(x, blocks).astype(jnp.float32)) for x in (args, other))
@@ -104,10 +114,11 @@ def test_a_row_does_not_depend_on_the_maxima_of_its_neighbours():
 @hopper.interpreted
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_broken_new_tokens_stay_with_those_who_see_them(mask: Any):
-    case = dataclasses.replace(SMALL[2][0], prior=0, mask=mask)
+    case, blocks = BY_NAME["tree"]
+    case = dataclasses.replace(case, prior=0, mask=mask)
     args = case.draw(0)
     k, v = (x.at[1, 12].set(jnp.nan) for x in (args.tree_k_BTGC, args.tree_v_BTGC))
-    out = np.asarray(run(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v), SMALL[2][1]).astype(jnp.float32))
+    out = np.asarray(run(dataclasses.replace(args, tree_k_BTGC=k, tree_v_BTGC=v), blocks).astype(jnp.float32))
     want = np.zeros((case.batch, case.nodes), bool)
     want[1] = np.asarray(args.mask)[1, :, 12]
     np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), want)
@@ -157,16 +168,21 @@ def test_a_walk_meets_every_block_once_and_masks_what_some_row_does_not_see(
 
 
 KERNEL = mosaic_wide.kernel_of(
-    dataclasses.replace(SMALL[0][0], batch=1, nodes=150, heads=8).shapes(), Blocks(128, 2, splits=3)
+    dataclasses.replace(BY_NAME["causal"][0], batch=1, nodes=150, heads=8).shapes(), Blocks(128, 2, splits=3)
 )
 
 
 @hopper.proved
 @pytest.mark.parametrize(
-    "name", ["prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap", "d96-prefill256"]
-)
-def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _, found = hopper.compiled(mosaic_wide.tree_attention, CASES[name].shapes(), tmp_path, monkeypatch)
+    "case",
+    [
+        *(CASES[name] for name in ("prefill512-4k", "prefill256-4k", "tree64-b8-8k", "one-kv-head", "soft-cap")),
+        CASES["d96-prefill256"], Case("tree64-odd", 2, 64, context=1024, prior=67),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_compiles_for_hopper_without_spills(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, found = hopper.compiled(mosaic_wide.tree_attention, case.shapes(), tmp_path, monkeypatch)
     assert found and max(kernel.spill_bytes for kernel in found) <= worker.MAX_SPILL_BYTES
     assert not any(kernel.serialized for kernel in found)
 
@@ -205,5 +221,10 @@ def test_takes_the_place_of_triton_on_hopper_with_the_others(monkeypatch: pytest
     ],
 )
 def test_what_it_serves(change: dict[str, Any], said: str | None):
-    why = mosaic_wide.refusal(dataclasses.replace(SMALL[0][0], **change).shapes())
+    why = mosaic_wide.refusal(dataclasses.replace(BY_NAME["causal"][0], **change).shapes())
     assert why is None if said is None else said in (why or "")
+
+
+def test_steps_are_of_64_or_128_keys():
+    with pytest.raises(ValueError, match="keys of a step must be 64 or 128, got 256"):
+        mosaic_wide.kernel_of(BY_NAME["causal"][0].shapes(), Blocks(keys=256))

@@ -115,7 +115,7 @@ def first_tokens(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: i
 
 
 def measure(engine: Engine, count: int, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the repeats, in milliseconds."""
+    """Medians over the repeats, in milliseconds, and the last first token's time of each."""
     rng = np.random.default_rng(0)
     runs = []
     for _ in range(args.repeats + 1):
