@@ -1,5 +1,5 @@
-"""A warpgroup's registers on NumPy: what `unpack`, `digit_products` and `lines` write for its 128 threads is computed,
-not compiled.
+"""A warpgroup's registers on NumPy: what `unpack`, `digit_products`, `lines` and `mosaic_scores` write for its 128
+threads is computed, not compiled.
 
 Stands in for the modules by which they build code. Values are arrays with a thread along the first axis; addresses are
 offsets into one array of bytes, the shared memory.
@@ -171,7 +171,7 @@ def _whole_mma(a: list[Any], b: list[Any], c: list[Any]) -> list[np.ndarray]:
 def _run(text: str, args: list[Any]) -> np.ndarray:
     """A few lines of PTX: $0 is the result, $1 and so on are given."""
     values: dict[str, Any] = {f"${i + 1}": arg for i, arg in enumerate(args)}
-    literal = lambda name: int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+    literal = lambda name: (int(name[2:], 16) if name.startswith("0f") else int(name, 0)) & 0xFFFFFFFF
     read = lambda name: values[name] if name in values else np.full(128, literal(name), np.uint32)
     for line in re.sub(r"[{}\n]", " ", text).split(";"):
         if not (words := line.replace(",", " ").split()) or words[0] == ".reg":
@@ -216,6 +216,11 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a.astype(np.float64) * b + c
 
 
+def _power(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.exp2(x)
+
+
 def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(a.view(np.uint16), b.view(np.uint16)).view(np.uint32)
 
@@ -227,5 +232,7 @@ _OPERATIONS = {
     "mul.rn.f32": _words(np.multiply, np.float32), "add.rn.f32": _words(np.add, np.float32),
     "lop3.b32": _lop3, "prmt.b32": _prmt, "sub.bf16x2": _halves(np.subtract), "mul.bf16x2": _halves(np.multiply),
     "mov.b32": lambda a: a, "and.b32": np.bitwise_and, "shl.b32": np.left_shift, "shr.u32": np.right_shift,
-    "mad.lo.s32": lambda a, b, c: a * b + c,
+    "mad.lo.s32": lambda a, b, c: a * b + c, "ex2.approx.ftz.f32": _power, "setp.ne.u32": np.not_equal,
+    "vote.sync.any.pred": lambda x, _: np.repeat(x.reshape(4, 32).any(axis=1), 32),
+    "selp.u32": lambda a, b, which: np.where(which, a, b),
 }  # fmt: skip

@@ -128,6 +128,12 @@ def test_values_may_be_the_first_channels_of_their_keys():
         api.tree_attention(*given[:5], jnp.asarray(np.zeros((*k.shape[:3], 9))), given[6], value_channels=9)
 
 
+def test_a_mask_is_bool():
+    *given, mask = (jnp.asarray(x) for x in CASES["one group"])
+    with pytest.raises(ValueError, match="tree_mask must be bool, got int32"):
+        api.tree_attention(*given, mask.astype(jnp.int32), implementation="reference")
+
+
 def test_what_every_window_hides_may_be_anything():
     """Pages that went back to the pool, in a block with others: those of another request by now, with its NaN."""
     q, pages, table, length, k, v, mask = CASES["ragged"]
