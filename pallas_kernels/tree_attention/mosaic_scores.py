@@ -79,14 +79,14 @@ def weights(
         values, tops, totals = _halves(s), _values(top), _values(total)
         f32, kind = ir.F32Type.get(), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), kind)
-        columns, of_acc, ahead = len(values[0]), list(acc.registers.flat), _EARLY
+        columns, of_acc = len(values[0]), list(acc.registers.flat)
 
         def power(half: int, j: int, top: Any) -> list[Any]:
             return [_power(value, scale, top) for value in values[half][j]]
 
         def early(tops: Sequence[Any]) -> list[Any]:
             """The first columns' weights, and what each row's add up to."""
-            found = [[power(half, j, tops[half]) for j in range(ahead)] for half in range(2)]
+            found = [[power(half, j, tops[half]) for j in range(_EARLY)] for half in range(2)]
             sums = [_chains([p for of_pair in row for p in of_pair], arith.addf, 2) for row in found]
             return [arith.truncf(pair, _pair(*p)) for row in found for p in row] + sums
 
@@ -96,7 +96,7 @@ def weights(
         begun = early(tops)
         passed = scf.IfOp(
             _any(arith.ori(above(high[0], 0), above(high[1], 1))),
-            [*[f32] * 4, *(x.type for x in of_acc), *[pair] * (2 * ahead), *[f32] * 2], has_else=True,
+            [*[f32] * 4, *(x.type for x in of_acc), *[pair] * (2 * _EARLY), *[f32] * 2], has_else=True,
         )  # fmt: skip
         with ir.InsertionPoint(passed.then_block):
             most = [_across(x, arith.maximumf) for x in high]
@@ -109,12 +109,12 @@ def weights(
         with ir.InsertionPoint(other):
             scf.yield_([*tops, *totals, *of_acc, *begun])
         (*rest,) = passed.results
-        tops, totals, of_acc, begun, sums = _split(rest, 2, 2, len(of_acc), 2 * ahead, 2)
+        tops, totals, of_acc, begun, sums = _split(rest, 2, 2, len(of_acc), 2 * _EARLY, 2)
         found = np.empty((columns, 2), dtype=object)
         for half in range(2):
-            found[:ahead, half] = begun[half * ahead : (half + 1) * ahead]
+            found[:_EARLY, half] = begun[half * _EARLY : (half + 1) * _EARLY]
         more: list[list[Any]] = [[], []]
-        for j in range(ahead, columns):
+        for j in range(_EARLY, columns):
             for half in range(2):
                 p = power(half, j, tops[half])
                 found[j, half] = arith.truncf(pair, _pair(*p))
